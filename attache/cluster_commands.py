@@ -7,7 +7,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from extproc.api.picker_config import refuse_files
+from extproc.api.picker_config import reject_file_references
 
 if TYPE_CHECKING:
     import argparse
@@ -45,9 +45,9 @@ def _check_with_plugins(*, of_objects: bool) -> PickerCheck:
 
     def check(file: PickerFile) -> Sequence[str]:
         if of_objects:
-            refuse_files(file)
+            reject_file_references(file)
         if not found:
-            from extproc.llmd.files import InstalledPlugins  # noqa: PLC0415 - see above
+            from extproc.llmd.picker_builder import InstalledPlugins  # noqa: PLC0415 - see above
 
             found.append(InstalledPlugins())
         return found[0](file)

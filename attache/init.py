@@ -30,15 +30,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.addresses import parse_endpoint
-from extproc.api.connection import EngineConnection, EngineTls
+from extproc.api.config_loader import load_directory
+from extproc.api.engine_connection import EngineConnection, EngineTls
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_directory
-from extproc.cli.system import print_mistakes
-from extproc.engines.answers import Unreadable, models_in
-from extproc.engines.dialects import ENGINE_TYPES, engine_of
-from extproc.feeds.engine_access import ConnectionSettings, EngineAccess
-from extproc.feeds.http_get import AnswerParser, BadAnswer, get_request
-from extproc.ports import ListenFailed, try_to_bind
+from extproc.cli.common import print_mistakes
+from extproc.engines.dialects import ENGINE_TYPES, engine_with_metric
+from extproc.engines.engine_responses import UnreadableResponse, parse_model_list
+from extproc.feeds.engine_http import ConnectionSettings, EngineCredentials
+from extproc.feeds.http_get import BadResponse, ResponseParser, get_request
+from extproc.listen_sockets import ListenFailed, try_to_bind
 from extproc.scheduling.model_check import quoted_names
 
 if TYPE_CHECKING:
@@ -222,9 +222,9 @@ def _connection(options: argparse.Namespace) -> EngineConnection:
 
 def _settings(connection: EngineConnection) -> ConnectionSettings:
     """Raises ValueError."""
-    access = EngineAccess(os.environ, time.monotonic)  # noqa: TID251 - the clock of the shell
+    access = EngineCredentials(os.environ, time.monotonic)  # noqa: TID251 - the clock of the shell
     try:
-        settings = asyncio.run(access.of_connection(connection))
+        settings = asyncio.run(access.settings_for_service(connection))
     except (OSError, ValueError) as error:
         raise ValueError(f"--engine-ca or --engine-key-file cannot be used: {error}") from error
     return msgspec.structs.replace(settings, server_name=connection.server_name_of(None))
@@ -276,8 +276,8 @@ def _check_free(ports: Ports) -> None:
 def inspect_engine(address: str, settings: ConnectionSettings) -> Engine:
     """What the engine at ``address`` is and serves."""
     try:
-        listed = models_in(_get(address, _MODELS_PATH, settings)).base
-    except (OSError, BadAnswer, Unreadable) as error:
+        listed = parse_model_list(_get(address, _MODELS_PATH, settings)).base
+    except (OSError, BadResponse, UnreadableResponse) as error:
         is_away = isinstance(error, ConnectionRefusedError | TimeoutError)
         advice = "start it" if is_away else "see whether it needs --engine-ca or --engine-key-file"
         problem = f"does not list its models at {_MODELS_PATH}: {error}; {advice}, then add it to {_FILE}"
@@ -293,9 +293,9 @@ def _type_at(address: str, settings: ConnectionSettings) -> str:
     for path in dict.fromkeys(one.metrics_path for one in _TYPES.values()):
         try:
             page = _get(address, path, settings)
-        except (OSError, BadAnswer):
+        except (OSError, BadResponse):
             continue
-        named = filter(None, (engine_of(line.decode(errors="replace")) for line in page.splitlines()))
+        named = filter(None, (engine_with_metric(line.decode(errors="replace")) for line in page.splitlines()))
         found = (path, next(named, ""))
         for label, dialect in _TYPES.items():
             if (dialect.metrics_path, dialect.name) == found:
@@ -304,10 +304,10 @@ def _type_at(address: str, settings: ConnectionSettings) -> str:
 
 
 def _get(address: str, path: str, settings: ConnectionSettings) -> bytes:
-    """The body of a 200; redirects are failures. Raises OSError or BadAnswer."""
+    """The body of a 200; redirects are failures. Raises OSError or BadResponse."""
     host, port = parse_endpoint(address)[:2]
     ends_at_s = time.monotonic() + _PATIENCE_S  # noqa: TID251 - the clock of the shell
-    answer = AnswerParser()
+    answer = ResponseParser()
     with ExitStack() as opened:
         connection = opened.enter_context(socket.create_connection((host, port), _PATIENCE_S))
         if settings.tls is not None:
@@ -318,10 +318,10 @@ def _get(address: str, path: str, settings: ConnectionSettings) -> bytes:
             connection.settimeout(left_s)
             piece = connection.recv(_PIECE)
             if not piece:
-                raise BadAnswer("the connection ended before the answer did")
+                raise BadResponse("the connection ended before the answer did")
             if (body := answer.receive(piece)) is not None:
                 return body
-    raise BadAnswer(f"the answer took longer than {_PATIENCE_S:g} s")
+    raise BadResponse(f"the answer took longer than {_PATIENCE_S:g} s")
 
 
 def _write(directory: Path, text: str) -> None:

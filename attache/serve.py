@@ -21,14 +21,14 @@ import msgspec
 from attache.envoy import find_envoy
 from controller.bundle.envoy_admin import begin_drain, running_requests, why_not_ready
 from extproc.api.addresses import worker_addresses
+from extproc.api.config_loader import load_directory
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_directory
 from extproc.api.quantities import Duration
-from extproc.cli.supervisor import Child, Program
-from extproc.cli.system import print_mistakes
-from extproc.logs import add_log_options, log_words, start_logging
-from extproc.notify import READY, notify
-from extproc.ports import ListenFailed, try_to_bind
+from extproc.cli.common import print_mistakes
+from extproc.cli.supervisor import Program, SupervisedProgram
+from extproc.listen_sockets import ListenFailed, try_to_bind
+from extproc.logs import add_log_options, log_arguments, start_logging
+from extproc.sd_notify import READY, notify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -173,7 +173,7 @@ def plan_programs(options: argparse.Namespace, gateway: GatewayConfigSpec, envoy
             "extproc",
             (
                 *(*python, "extproc", *config, "--listen", gateway.extproc, "--metrics", options.metrics),
-                *log_words(options),
+                *log_arguments(options),
                 *("--drain", options.drain, "--workers", str(gateway.extproc_workers), *rows),
                 *options.extproc_options,
             ),
@@ -182,7 +182,7 @@ def plan_programs(options: argparse.Namespace, gateway: GatewayConfigSpec, envoy
             "bundle",
             (
                 *(*python, "bundle", *config, "--out", str(bundle), "--watch", *metrics),
-                *log_words(options),
+                *log_arguments(options),
             ),
         ),
         envoy=Program(
@@ -203,7 +203,7 @@ def plan_programs(options: argparse.Namespace, gateway: GatewayConfigSpec, envoy
             (
                 *(*python, "translate", "--bundle", str(bundle), "--drain", options.drain),
                 *("--metrics", options.translate_metrics),
-                *log_words(options),
+                *log_arguments(options),
             ),
         ),
         usage=_usage_program(options, gateway, python),
@@ -225,7 +225,7 @@ def _usage_program(options: argparse.Namespace, gateway: GatewayConfigSpec, pyth
             *(*python, "usage", "serve", "--log", log_of.path, *store, "--envoy-admin", gateway.admin),
             *("--listen", log_of.api or "off", "--metrics", options.usage_metrics, "--admin", options.usage_admin),
             *("--admin-keys", options.usage_admin_keys, "--admin-tenants", options.usage_admin_tenants),
-            *log_words(options),
+            *log_arguments(options),
         ),
     )
 
@@ -250,7 +250,7 @@ def _keys_program(options: argparse.Namespace, gateway: GatewayConfigSpec, pytho
     if not _has_keys(options, gateway):
         return None
     words = ("--listen", options.keys_admin, "--token-file", str(_token_file(options)))
-    return Program("keys", (*python, "keys", "serve", "--config", str(options.config), *words, *log_words(options)))
+    return Program("keys", (*python, "keys", "serve", "--config", str(options.config), *words, *log_arguments(options)))
 
 
 def make_token(file: Path) -> bool:
@@ -357,13 +357,15 @@ async def _serve(planned: ServePlan, drain_s: float, folder: Path) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
-    extproc, bundle, envoy = (Child(one, folder) for one in (planned.extproc, planned.bundle, planned.envoy))
-    loop.add_signal_handler(signal.SIGUSR1, extproc.send, signal.SIGUSR1)
+    extproc, bundle, envoy = (
+        SupervisedProgram(one, folder) for one in (planned.extproc, planned.bundle, planned.envoy)
+    )
+    loop.add_signal_handler(signal.SIGUSR1, extproc.send_signal, signal.SIGUSR1)
     others = (extproc, bundle)
     runs = [asyncio.create_task(one.run()) for one in others]
     # nothing waits for them, and nothing ends with them: few requests need them, or none
     some = (planned.translator, planned.usage, planned.keys)
-    beside = [Child(one, folder, is_needed=False) for one in some if one is not None]
+    beside = [SupervisedProgram(one, folder, is_needed=False) for one in some if one is not None]
     beside_runs = [asyncio.create_task(one.run()) for one in beside]
     stopped, written = asyncio.create_task(stop.wait()), asyncio.create_task(bundle.ready.wait())
     await asyncio.wait({stopped, written, *runs}, return_when=asyncio.FIRST_COMPLETED)
@@ -393,15 +395,15 @@ async def _serve(planned: ServePlan, drain_s: float, folder: Path) -> int:
     return 0 if stop.is_set() else max(1, *statuses)
 
 
-async def _report_envoy(envoy: Child, admin: str) -> None:
+async def _report_envoy(envoy: SupervisedProgram, admin: str) -> None:
     """Report for Envoy, which reports nothing by itself, until cancelled."""
     while True:
         if not envoy.ready.is_set() and not await asyncio.to_thread(why_not_ready, admin):
-            envoy.report_ready()
+            envoy.mark_ready()
         await asyncio.sleep(_POLL_S)
 
 
-async def _report_all(children: Sequence[Child], planned: ServePlan) -> None:
+async def _report_all(children: Sequence[SupervisedProgram], planned: ServePlan) -> None:
     for child in children:
         await child.ready.wait()
     log.info("ready: clients connect to %s; Envoy's admin interface is %s", ", ".join(planned.listens), planned.admin)
@@ -422,7 +424,7 @@ async def _drain(admin: str, drain_s: float, hurry: asyncio.Event) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _hurry(hurry: asyncio.Event, children: Sequence[Child]) -> None:
+async def _hurry(hurry: asyncio.Event, children: Sequence[SupervisedProgram]) -> None:
     await hurry.wait()
     for child in children:
         child.stop()

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from extproc.line_file import LineFile
+from extproc.line_writer import LineWriter
 
 if TYPE_CHECKING:
     import argparse
@@ -104,7 +104,7 @@ def place_of(path: str) -> Place:
 class Audit:
     """Adds lines to ``lines``. ``counted``: called if an entry cannot be made."""
 
-    def __init__(self, lines: LineFile, counted: Callable[[str, int], None]) -> None:
+    def __init__(self, lines: LineWriter, counted: Callable[[str, int], None]) -> None:
         self._lines = lines
         self._counted = counted
         self._host = socket.gethostname()
@@ -156,7 +156,7 @@ class Audit:
             cause = msgspec.structs.replace(cause, message=cause.message[:_MOST_MESSAGE])
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         entry = Entry(now, self._host, actor, verb, outcome[:_MOST_MESSAGE], cause=cause, **fields)
-        self._lines.put(msgspec.json.encode(entry) + b"\n")
+        self._lines.enqueue(msgspec.json.encode(entry) + b"\n")
 
 
 def _bounded(sent: Mapping[str, Any] | None, resource: str) -> object:
@@ -214,7 +214,7 @@ def opened_audit(file: str | None, registry: CollectorRegistry) -> Iterator[Audi
 
     for result in ("written", "dropped", "failed"):
         counted(result, 0)
-    with LineFile(None if file == "-" else Path(file), counted) as lines:
+    with LineWriter(None if file == "-" else Path(file), counted) as lines:
         yield Audit(lines, counted)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from extproc.protocol import ANTHROPIC_TYPES, CACHE_HEADER, CACHE_HIT, GRPC_STATUSES, OVERLOADED
+from extproc.wire_protocol import ANTHROPIC_TYPES, CACHE_HEADER, CACHE_HIT, GRPC_STATUSES, OVERLOADED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -176,7 +176,7 @@ def add_log_options(made: argparse.ArgumentParser) -> None:
     add("--log-level", choices=LEVELS, default="info", help="the lowest level that is logged (default: %(default)s)")
 
 
-def log_words(options: argparse.Namespace) -> tuple[str, ...]:
+def log_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     """The same options for another program of ours."""
     return ("--log-format", options.log_format, "--log-level", options.log_level)
 

@@ -35,7 +35,7 @@ class Reloadable(Generic[C, T]):
         except (OSError, ValueError) as error:
             if fallback is None:
                 raise
-            self.value, self.problem = fallback, problem_of(error)
+            self.value, self.problem = fallback, error_text(error)
 
     def poll(self) -> Literal["unchanged", "new", "mended", "refused"]:
         """Read again. ``mended``: the content is again that of ``value``. ``refused``: with another ``problem``."""
@@ -49,7 +49,7 @@ class Reloadable(Generic[C, T]):
                 return "mended"
             self.value = self._make(content)
         except (OSError, ValueError) as error:
-            known, self.problem = self.problem, problem_of(error)
+            known, self.problem = self.problem, error_text(error)
             if isinstance(error, OSError):
                 self._seen = None
             return "unchanged" if self.problem == known else "refused"
@@ -57,6 +57,6 @@ class Reloadable(Generic[C, T]):
         return "new"
 
 
-def problem_of(error: OSError | ValueError) -> str:
+def error_text(error: OSError | ValueError) -> str:
     """For people: an OSError without its number."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)

@@ -28,7 +28,7 @@ import coverage
 
 from bench.stack import processes
 from controller.bundle.envoy.bundle import build_bundle
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -18,7 +18,7 @@ from controller.autoscaler.decision.situation import (
     TargetSituation,
 )
 from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
-from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_index
 
 if TYPE_CHECKING:
     import random
@@ -135,5 +135,5 @@ def _share(totals: TrafficTotals, share: float) -> TrafficTotals:
 def _histogram(value_s: float | None, bounds: tuple[float, ...]) -> tuple[int, ...]:
     counts = [0] * (len(bounds) + 1)
     if value_s is not None:
-        counts[bucket_of(value_s, bounds)] = 100
+        counts[bucket_index(value_s, bounds)] = 100
     return tuple(counts)

@@ -133,7 +133,7 @@ TESTED_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
         "make test-all": _STAGED + "test_nothing_runs_twice_if_all_tests_are_asked_for_once",
         "make lab-autoscale": "tests/bench/autoscale/test_report.py::"
         "test_a_quick_run_plays_every_policy_and_writes_the_report",
-        "attache reset": "tests/extproc/runtime/test_pages_reset.py::test_the_command_closes_what_it_is_asked_to",
+        "attache reset": "tests/extproc/runtime/test_admin_pages_reset.py::test_the_command_closes_what_it_is_asked_to",
         "attache init": "tests/with_envoy/test_init.py::test_two_directories_are_served_at_once",
         "make generate": _HERE + "test_what_is_generated_is_what_is_committed",
         "make clean": _HERE + "test_nothing_that_make_makes_is_left",

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from extproc.admission.buckets import Bucket
 from extproc.admission.limits import Charge, Grant, Usage
-from extproc.admission.refusals import refusal
+from extproc.admission.refusals import limit_refusal
 
 if TYPE_CHECKING:
-    from extproc.admission.buckets import Statement
+    from extproc.admission.buckets import BucketReport
     from extproc.errors import RateLimited
 
 
@@ -30,7 +30,7 @@ class Store:
         self.buckets.clear()
         self._paid.clear()
 
-    def bucket(self, process: str, charge: Charge, stated: Statement, now: float) -> Bucket:
+    def bucket(self, process: str, charge: Charge, stated: BucketReport, now: float) -> Bucket:
         """Filled, and charged with what the process owes."""
         key, limit = charge.key, charge.limit
         if key not in self.buckets:
@@ -38,7 +38,7 @@ class Store:
             began = min(limit.capacity, stated.most_left)
             self.buckets[key], self._born[key] = Bucket(began, now, epoch=self._first_epoch), (now, began)
         bucket = self.buckets[key]
-        bucket.fill(limit, now)
+        bucket.refill(limit, now)
         born_at_s, began = self._born[key]
         inflow = limit.rate * (now - born_at_s)
         less = min(limit.capacity, began + inflow) - stated.most_left
@@ -52,17 +52,19 @@ class Store:
             self._paid[key, process] = stated.owed
         return bucket
 
-    def reserve(self, process: str, charge: Charge, stated: Statement, now: float) -> tuple[Grant | RateLimited, float]:
+    def reserve(
+        self, process: str, charge: Charge, stated: BucketReport, now: float
+    ) -> tuple[Grant | RateLimited, float]:
         """What it answers, and the level that is left."""
         bucket = self.bucket(process, charge, stated, now)
         if bucket.shortfall(charge.amount) > 0:
-            return refusal([charge], [bucket.level]), bucket.level
+            return limit_refusal([charge], [bucket.level]), bucket.level
         claim = bucket.reserve(charge.amount)
         return Grant([charge], [claim], [bucket.level], is_global=True), bucket.level
 
-    def settle(self, process: str, grant: Grant, used: Usage | None, stated: Statement, now: float) -> float:
+    def settle(self, process: str, grant: Grant, used: Usage | None, stated: BucketReport, now: float) -> float:
         """The level that is left."""
         (charge,), (claim,) = grant.charges, grant.claims
         bucket = self.bucket(process, charge, stated, now)
-        bucket.settle(claim, 0.0 if used is None else used.of(charge.resource))
+        bucket.settle(claim, 0.0 if used is None else used.amount_of(charge.resource))
         return bucket.level

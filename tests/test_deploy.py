@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from attache.__main__ import misspelt_option
 from attache.commands import COMMANDS
 from controller.bundle.metrics import READY_PATH
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from tests.programs import program
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -21,7 +21,7 @@ from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics, PickerMetrics
 from controller.kube.metrics import ManagerMetrics, observe_api_calls
 from controller.models.metrics import ModelMetrics
-from extproc.api.load import ConfigDirectory
+from extproc.api.config_loader import ConfigDirectory
 from extproc.engines.dialects import FAMILIES
 from extproc.metrics.registry import Metrics, TlsMetrics
 from extproc.runtime.translator_metrics import TranslatorMetrics

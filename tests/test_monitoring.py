@@ -24,7 +24,7 @@ from controller.kube.metrics import ManagerMetrics, observe_api_calls
 from controller.models.metrics import ModelMetrics
 from controller.usage.ingest import IngestCounters
 from controller.usage.metrics import UsageMetrics
-from extproc.api.load import ConfigDirectory
+from extproc.api.config_loader import ConfigDirectory
 from extproc.metrics.registry import Metrics, TlsMetrics
 from extproc.runtime.translator_metrics import TranslatorMetrics
 from extproc.translate.directive import TranslationDirective

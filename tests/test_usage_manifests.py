@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from controller.commands import usage
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.cli import serve
 
 MANIFESTS = Path(__file__).parents[1] / "manifests"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from extproc.api.pricing import Price, Rates
-from extproc.api.usage import UsageContext, UsageCounts, UsageLine
+from extproc.api.usage_log import UsageContext, UsageCounts, UsageLine
 
 # 2026-11-23 12:00 UTC
 NOON_S = 1_795_435_200

@@ -18,24 +18,24 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.api.status_pages import CONSOLE_PATH, ConfigReport
-from extproc.console.pages import ConsolePages, Place
+from extproc.console.pages import ConsolePages, WorkerAddress
 from extproc.core.core import Core
 from extproc.core.effects import Decision
-from extproc.core.peers import EngineReported
-from extproc.core.record import BUNDLE, Head, Outcome
-from extproc.endpoints.avoidance import set_breaker
+from extproc.core.peer_events import EngineReported
+from extproc.core.request_record import BUNDLE, Outcome, RequestHead
 from extproc.endpoints.breaker import CLOSED
+from extproc.endpoints.breaker_ranks import set_breaker
 from extproc.endpoints.health import EngineFailure
 from extproc.engines.metrics import EngineReport
+from extproc.listen_sockets import listen
 from extproc.metrics.registry import Metrics
-from extproc.ports import listen
-from extproc.protocol import TENANT
+from extproc.runtime.admin_pages import ExplainPage, serve_pages
 from extproc.runtime.demand_watch import DemandWatch
-from extproc.runtime.pages import ExplainPage, serve_pages
 from extproc.streams.context import GatewayOptions, StreamContext
 from extproc.streams.request import StreamRequest
+from extproc.wire_protocol import TENANT
 from tools.chromium import Page, browser_page
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Gateway:
         self.metrics = Metrics(
             lambda: list(core.pools.values()), lambda: UNIX_S, self.clock, gates=lambda: core.admission.gates
         )
-        self.metrics.objectives.follow(self.core.objective_classes)
+        self.metrics.objectives.set_source(self.core.objective_classes)
         self.context = StreamContext(core, self.metrics, self.clock, self._perform, 77)
         self.waiting: dict[str, StreamRequest] = {}
         self.report = ConfigReport(files=dict(snapshot.digests))
@@ -94,12 +94,12 @@ class Gateway:
 
     def send(self, tenant: str, model: str, content: str = "hello", *, most: int | None = None) -> StreamRequest:
         """A request of ``tenant``: it is decided, or waits."""
-        head = Head("POST", "/v1/chat/completions", {TENANT: tenant}, has_body=True, is_trusted=True)
+        head = RequestHead("POST", "/v1/chat/completions", {TENANT: tenant}, has_body=True, is_trusted=True)
         body = {"model": model, "messages": [{"role": "user", "content": content}], "stream": True}
         if most is not None:
             body["max_tokens"] = most
         request = StreamRequest(self.context)
-        if request.submit(self.core.builder.by_model(head, json.dumps(body).encode()), BUNDLE, self.now) is None:
+        if request.submit(self.core.builder.build_by_model(head, json.dumps(body).encode()), BUNDLE, self.now) is None:
             self.waiting[request.ticket] = request
         return request
 
@@ -126,14 +126,14 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def served(
-        self, port: int, place: Place | None = None, *, guard: Middleware | None = None
+        self, port: int, place: WorkerAddress | None = None, *, guard: Middleware | None = None
     ) -> AsyncIterator[str]:
         """The URL of its pages. ``guard``: who may see which."""
 
         async def no_tokens(_: object) -> None:
             return None
 
-        place = place or Place(("127.0.0.1", port), has_explain=True)
+        place = place or WorkerAddress(("127.0.0.1", port), has_explain=True)
         console = ConsolePages(
             self.core,
             self.metrics,
@@ -217,7 +217,7 @@ def demo_gateway(*, tenants: tuple[str, ...] = ("search", "support", "research")
         )
     )
     draws = random.Random(2)
-    gateway.metrics.recent.follow(gateway.now)
+    gateway.metrics.recent.on_viewed(gateway.now)
     running: list[StreamRequest] = []
 
     def end_one() -> None:
@@ -230,7 +230,7 @@ def demo_gateway(*, tenants: tuple[str, ...] = ("search", "support", "research")
         gateway.now += draws.uniform(0.05, 0.6)
         if number % 20 == 0:
             _report(gateway, draws)
-        gateway.metrics.recent.follow(gateway.now)
+        gateway.metrics.recent.on_viewed(gateway.now)
         tenant = tenants[min(len(tenants) - 1, int(draws.expovariate(1.2)))]
         model = draws.choice(["chat", "chat", "chat", "large"])
         request = gateway.send(tenant, model, "word " * draws.randrange(40, 4_000), most=400)

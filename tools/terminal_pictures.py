@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.cli.top_view import MetricsSnapshot, render
 from extproc.core.explanation import to_text
-from extproc.core.record import Head
-from extproc.protocol import TENANT
+from extproc.core.request_record import RequestHead
+from extproc.wire_protocol import TENANT
 from tools.console_pictures import UNIX_S, Gateway, snapshot_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _Scene:
         }
         route: dict[str, object] = {"modelName": "llama", "rules": [{"targetModels": [{"modelServerName": _SERVER}]}]}
         self.gateway = Gateway(snapshot_of({_SERVER: server}, {"chat": route}))
-        self.gateway.metrics.config_applied()
+        self.gateway.metrics.on_config_applied()
         self._draws = random.Random(3)
         self._running: list[StreamRequest] = []
 
@@ -58,7 +58,7 @@ class _Scene:
             if not number % 5:
                 self._report()
             tenant = draws.choices(_TENANTS, (3, 2))[0]
-            gateway.metrics.stream_opened()
+            gateway.metrics.on_stream_opened()
             self._running.append(gateway.send(tenant, "llama", self._prompt(tenant), most=400))
             while len(self._running) > _IN_PROGRESS:
                 self._end(self._running.pop(draws.randrange(8)))
@@ -74,8 +74,8 @@ class _Scene:
     def explain(self) -> str:
         """Of the next request of the first tenant."""
         core = self.gateway.core
-        head = Head("POST", "/v1/chat/completions", {TENANT: _TENANTS[0]}, has_body=True, is_trusted=True)
-        arrival = core.builder.by_model(head, json.dumps(self._body(_TENANTS[0])).encode())
+        head = RequestHead("POST", "/v1/chat/completions", {TENANT: _TENANTS[0]}, has_body=True, is_trusted=True)
+        arrival = core.builder.build_by_model(head, json.dumps(self._body(_TENANTS[0])).encode())
         return to_text(core.explain(arrival, self.gateway.now))
 
     def _body(self, tenant: str) -> dict[str, object]:
@@ -94,7 +94,7 @@ class _Scene:
             self.gateway.engine_reports(f"default/{_SERVER}", address, **values)
 
     def _end(self, request: StreamRequest) -> None:
-        self.gateway.metrics.stream_closed(2.0)
+        self.gateway.metrics.on_stream_closed(2.0)
         if request.sent is not None and request.sent.endpoint.address == _ILL:
             self.gateway.end(request, ttft_s=0.01, seconds=0.01, status=500)
         else:

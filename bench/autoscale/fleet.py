@@ -23,7 +23,7 @@ from bench.virtual.engines import addresses
 from bench.virtual.simulation import Simulation
 from controller.api.autoscaling_binding import ScaleTarget
 from controller.api.common import ObjectReference
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.api.model_server import StaticEndpoint
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from extproc.api.status_pages import (
     EngineDemand,
     RequestCounters,
     ServerDemand,
-    bucket_of,
+    bucket_index,
     changed_since,
 )
 
@@ -57,8 +57,8 @@ class ServerCounters:
         came = sum(rng.random() < requests_per_s / 100 for _ in range(100))
         self._requests += came
         for _ in range(came):
-            self._ttft[bucket_of(rng.choice(_TTFT_S), TTFT_BOUNDS_S)] += 1
-            self._tpot[bucket_of(rng.choice(_TPOT_S), TPOT_BOUNDS_S)] += 1
+            self._ttft[bucket_index(rng.choice(_TTFT_S), TTFT_BOUNDS_S)] += 1
+            self._tpot[bucket_index(rng.choice(_TPOT_S), TPOT_BOUNDS_S)] += 1
         counted = RequestCounters(
             arrivals=self._requests,
             finished=self._requests,

@@ -24,8 +24,8 @@ from bench.engine.kv_transfer import NETWORKS
 from bench.engine.lora_adapters import AdapterLimits
 from bench.engine.scheduler import EngineLimits
 from bench.engine.server import EngineServer, EngineSettings
-from extproc.api.advice import is_port
-from extproc.ports import ListenFailed
+from extproc.api.error_hints import is_port
+from extproc.listen_sockets import ListenFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from bench.engine.fake_tokenizer import Message, render_chat, tokens_of
 from bench.engine.formats import GenerationJob, TokenId, error_response
 from bench.engine.request import Request
-from extproc.protocol import Api
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -56,8 +56,8 @@ from bench.engine.step_time import Roofline
 from bench.engine.structured_outputs import write_answer
 from bench.engine.tensor_api import TensorRoutes
 from extproc.api.addresses import join_host_port
-from extproc.ports import ListenFailed
-from extproc.protocol import APIS_BY_PATH, Api
+from extproc.listen_sockets import ListenFailed
+from extproc.wire_protocol import APIS_BY_PATH, Api
 
 # uvicorn's, and so vLLM's: of connections that are not accepted yet
 _BACKLOG: Final = 2048

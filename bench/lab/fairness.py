@@ -24,8 +24,8 @@ from bench.stack.stack import documents
 from bench.virtual.engines import addresses, roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.sessions import Session, SessionTurn, Workload, single_piece
-from extproc.api import load as configuration
-from extproc.protocol import DEADLINE_MS, OBJECTIVES, TENANT
+from extproc.api import config_loader as configuration
+from extproc.wire_protocol import DEADLINE_MS, OBJECTIVES, TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

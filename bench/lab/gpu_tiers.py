@@ -19,7 +19,7 @@ from bench.engine.hardware import PRESETS
 from bench.lab.fairness import LengthRanges, TenantLoad, tenant_workload
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.api.pricing import TokenCounts, compile_prices, cost_micros
 from extproc.api.spec import API_VERSION
 
@@ -136,7 +136,7 @@ def run_policy(policy: Mapping[str, object], workload: Workload, *, seed: int = 
     results = Simulation(snapshot, kinds, seed=seed).run(workload)
     prices: dict[str, Price] = {}
     for server in snapshot.servers:
-        found = compile_prices(server.spec.pricing).at(0.0)
+        found = compile_prices(server.spec.pricing).price_at(0.0)
         assert found is not None
         assert not hasattr(found, "micros")
         prices.update(dict.fromkeys([one.address for one in server.spec.endpoints], found))

@@ -23,7 +23,7 @@ from bench.virtual.simulation import DisaggregationSettings, SimulatedDelays, Si
 from bench.workload.generators import load_workload
 from bench.workload.sessions import with_rate_scale
 from bench.workload.traces import Excerpt
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.errors import NoEndpoint
 
 if TYPE_CHECKING:

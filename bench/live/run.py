@@ -33,8 +33,8 @@ from bench.workload.generators import Conversations, conversations
 from bench.workload.sessions import Workload
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.llmd.files import picker_from_text
-from extproc.llmd.types import installed_plugins
+from extproc.llmd.picker_builder import picker_from_text
+from extproc.llmd.plugin_types import installed_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, MODEL, ROOT, documents, envoy_command
 from controller.bundle.envoy.bundle import build_bundle
 from controller.bundle.sync import PublishStep, write_step
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence

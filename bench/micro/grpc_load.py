@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from hpack.hpack import encode_integer
 
 from extproc.rpc.header_blocks import HeaderBlocks
-from extproc.rpc.http2 import PREFACE, Frame, frame
+from extproc.rpc.http2 import PREFACE, FrameType, encode_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ _SETTINGS: Final = b"".join(
 )
 _GREETING: Final = (
     PREFACE
-    + frame(Frame.SETTINGS, 0, 0, _SETTINGS)
-    + frame(Frame.WINDOW_UPDATE, 0, 0, (_LARGEST_WINDOW - 65_535).to_bytes(4))
+    + encode_frame(FrameType.SETTINGS, 0, 0, _SETTINGS)
+    + encode_frame(FrameType.WINDOW_UPDATE, 0, 0, (_LARGEST_WINDOW - 65_535).to_bytes(4))
 )
 # Opened again when half of it is used.
 _REFILL: Final = 2**30
@@ -53,8 +53,8 @@ def grpc_call_frames(path: str, message: bytes, extra_headers: str = "") -> byte
     block = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields)
     body = b"\0" + len(message).to_bytes(4) + message
     parts = [body[at : at + _LARGEST_FRAME] for at in range(0, len(body), _LARGEST_FRAME)]
-    data = [frame(Frame.DATA, _END_STREAM if part is parts[-1] else 0, 0, part) for part in parts]
-    return frame(Frame.HEADERS, _END_HEADERS, 0, block) + b"".join(data)
+    data = [encode_frame(FrameType.DATA, _END_STREAM if part is parts[-1] else 0, 0, part) for part in parts]
+    return encode_frame(FrameType.HEADERS, _END_HEADERS, 0, block) + b"".join(data)
 
 
 def set_stream_id(frames: bytes, stream: int) -> bytes:
@@ -124,7 +124,7 @@ class GrpcConnection(asyncio.Protocol):
             stream = int.from_bytes(self._received[5:_HEAD_SIZE])
             payload, self._received = self._received[_HEAD_SIZE:end], self._received[end:]
             # a server resets what it has answered before it came to its end
-            if stream in (0, self._stream) or kind != Frame.RST_STREAM:
+            if stream in (0, self._stream) or kind != FrameType.RST_STREAM:
                 self._take(kind, flags, payload)
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -134,18 +134,18 @@ class GrpcConnection(asyncio.Protocol):
     def _take(self, kind: int, flags: int, payload: bytes) -> None:
         assert self._transport is not None
         match kind:
-            case Frame.SETTINGS if not flags & _ACK:
-                self._transport.write(frame(Frame.SETTINGS, _ACK, 0, b""))
+            case FrameType.SETTINGS if not flags & _ACK:
+                self._transport.write(encode_frame(FrameType.SETTINGS, _ACK, 0, b""))
                 self._send()
                 return
-            case Frame.PING if not flags & _ACK:
-                self._transport.write(frame(Frame.PING, _ACK, 0, payload))
+            case FrameType.PING if not flags & _ACK:
+                self._transport.write(encode_frame(FrameType.PING, _ACK, 0, payload))
                 return
-            case Frame.HEADERS:
+            case FrameType.HEADERS:
                 self._headers += self._blocks.decode(payload)
-            case Frame.DATA:
+            case FrameType.DATA:
                 self._open_window(len(payload))
-            case Frame.RST_STREAM | Frame.GOAWAY:
+            case FrameType.RST_STREAM | FrameType.GOAWAY:
                 self._headers.append(("reset", payload.hex()))
                 flags = _END_STREAM
             case _:
@@ -156,7 +156,7 @@ class GrpcConnection(asyncio.Protocol):
     def _open_window(self, size: int) -> None:
         self._unopened += size
         if self._unopened >= _REFILL and self._transport is not None:
-            self._transport.write(frame(Frame.WINDOW_UPDATE, 0, 0, self._unopened.to_bytes(4)))
+            self._transport.write(encode_frame(FrameType.WINDOW_UPDATE, 0, 0, self._unopened.to_bytes(4)))
             self._unopened = 0
 
     def _end(self) -> None:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Final, cast
 import uvloop
 
 from bench.stack.stack import MODEL
-from extproc.protocol import Api
 from extproc.rpc.server import RpcServer
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
-    from extproc.rpc.server import Call
+    from extproc.rpc.server import RpcCall
 
 _CHOICE: Final = '{"index":0,"message":{"role":"assistant","content":"ok"},"finish_reason":"stop"}'
 _USAGE: Final = (
@@ -159,7 +159,7 @@ def _number_in(head: bytes, name: str) -> int:
     return next((int(line[len(key) :]) for line in head.split(b"\r\n") if line.lower().startswith(key)), 0)
 
 
-async def _infer(call: Call) -> None:
+async def _infer(call: RpcCall) -> None:
     await call.read()
     await call.write(_INFERRED)
 

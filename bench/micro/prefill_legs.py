@@ -45,7 +45,7 @@ from bench.stack.processes import (
 )
 from bench.stack.stack import ALIAS, documents, envoy_command
 from controller.bundle.sync import write_bundle_once
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.bundle.envoy.bundle import build_bundle
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:

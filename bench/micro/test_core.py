@@ -13,29 +13,29 @@ import pytest
 
 from bench.stack.stack import ALIAS, MODEL, ROOT, documents
 from bench.workload.sessions import text_of
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.api.model_server import ModelServerSpec
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Prefill
-from extproc.core.record import Head, Outcome, PrefillResult
-from extproc.endpoints.costs import PromptCost
+from extproc.core.request_record import Outcome, PrefillResult, RequestHead
+from extproc.endpoints.learned_speeds import PromptCost
 from extproc.endpoints.table import EndpointTable
-from extproc.llmd.files import picker_from_text
-from extproc.llmd.types import installed_plugins
-from extproc.prefix.index import hash_blocks
+from extproc.llmd.picker_builder import picker_from_text
+from extproc.llmd.plugin_types import installed_plugins
+from extproc.prefix.approximate_index import hash_blocks
 from extproc.prefix.kv_events import BlocksRemoved, BlocksStored
 from extproc.prefix.kv_index import EventSource, KvIndex
-from extproc.protocol import Api
 from extproc.request.body_parser import parse_body
-from extproc.request.rewrite import with_changes
+from extproc.request.json_rewrite import with_changes
 from extproc.scheduling.picker import Demand, RequestFacts, View
-from extproc.scheduling.pickers_for import own_picker
+from extproc.scheduling.picker_cache import default_picker
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
 SIZES = [2_000, 400_000]
-HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+HEAD = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
 # Four amounts each: a route with two rate limits, and one with two budgets, of tokens and of money.
 CHARGED: dict[str, dict[str, object]] = {
     "nothing": {},
@@ -78,7 +78,7 @@ def test_hash(benchmark: BenchmarkFixture, size: int) -> None:
 
 
 def decide_and_finish(core: Core, body: bytes) -> str:
-    own, _ = core.arrive(core.builder.by_model(HEAD, body), 0.0)
+    own, _ = core.arrive(core.builder.build_by_model(HEAD, body), 0.0)
     assert isinstance(own, Decision)
     core.on_stream_closed(own.ticket, 0.0)
     return own.server
@@ -118,7 +118,7 @@ def test_a_decision_with_a_prefill_leg(benchmark: BenchmarkFixture, size: int) -
     answered = msgspec.json.encode({"kv_transfer_params": params, "usage": {"prompt_tokens": size // 4}})
 
     def decide() -> bytes | None:
-        own, effects = core.arrive(core.builder.by_model(HEAD, next(bodies)), 0.0)
+        own, effects = core.arrive(core.builder.build_by_model(HEAD, next(bodies)), 0.0)
         assert any(isinstance(one, Prefill) for one in effects)
         result = PrefillResult(own.ticket, status=200, body=answered)
         (decision,) = [one for one in core.on_result(result, 0.0) if isinstance(one, Decision)]
@@ -134,20 +134,24 @@ def test_a_decision_with_a_prefill_leg(benchmark: BenchmarkFixture, size: int) -
 def endpoint_view(endpoints: int) -> View:
     """Endpoints with some load and some cached prefixes, as they are in the middle of a day."""
     table, rng = EndpointTable(), np.random.default_rng(0)
-    table.replace(f"10.{number // 62500}.{number // 250 % 250}.{number % 250 + 1}:8000" for number in range(endpoints))
+    table.replace_endpoints(
+        f"10.{number // 62500}.{number // 250 % 250}.{number % 250 + 1}:8000" for number in range(endpoints)
+    )
     rows = table.is_active.size
     table.in_flight[:] = rng.integers(0, 40, rows) * table.is_active
     table.waiting[:], table.running[:] = rng.integers(0, 5, rows), rng.integers(0, 40, rows)
     table.kv_usage[:], table.backlog_tokens[:] = rng.random(rows), rng.random(rows) * 50_000
     table.reported_at_s[:] = 0.0
     cached = np.where(rng.random(rows) < 0.2, 1500.0, 0.0)
-    return View(table, Demand(cached, PromptCost().work(2000.0 - cached, cached)), RequestFacts("m", 2000.0), 0.1)
+    return View(
+        table, Demand(cached, PromptCost().prefill_work(2000.0 - cached, cached)), RequestFacts("m", 2000.0), 0.1
+    )
 
 
 @pytest.mark.parametrize("endpoints", [10, 100, 1000])
 @pytest.mark.parametrize("policy", ["default", "llm-d default", "llm-d token load"])
 def test_pick(benchmark: BenchmarkFixture, policy: str, endpoints: int) -> None:
-    picker = own_picker(ModelServerSpec(model="m", listed=()))
+    picker = default_picker(ModelServerSpec(model="m", listed=()))
     if policy != "default":
         file = ROOT / "bench/lab/policies/configs" / f"{policy.replace(' ', '-')}.yaml"
         picker = picker_from_text(file.name, file.read_text(), installed_plugins()).picker
@@ -225,7 +229,7 @@ def test_charge_and_settle(benchmark: BenchmarkFixture, charged: str) -> None:
     text = documents(["10.0.0.1:8000"], gateway={}, more=server, route=CHARGED[charged])
     core = Core(load_snapshot({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
     core.on_wall_clock(1.7e9, 0.0)
-    arrival = core.builder.by_model(HEAD, body(2_000))
+    arrival = core.builder.build_by_model(HEAD, body(2_000))
 
     def live() -> bool:
         own, _ = core.arrive(arrival, 0.0)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from bench.micro.test_core import body
-from extproc.api.usage import UsageContext
+from extproc.api.usage_log import UsageContext
 from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
-from extproc.protocol import Api
 from extproc.request.body_parser import parse_body
 from extproc.scheduling.pool import Assignment
 from extproc.streams.headers import read_head
 from extproc.streams.messages import ProcessingRequest
 from extproc.streams.responses import decision_answer, duplex_decision_answer
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Callable

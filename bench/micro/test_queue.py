@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from extproc.admission.buckets import Bucket, Limit
+from extproc.admission.fair_queue import FairQueue, FlowControlGate
 from extproc.admission.flows import FlowKey, QueuedRequest
-from extproc.admission.queue import FairQueue, Gate
 from extproc.admission.saturation import EndpointHeadroom
 from extproc.api.admission import BANDS, FlowControl, SaturationSpec
-from extproc.endpoints.ledger import begin_request
+from extproc.endpoints.in_flight import begin_request
 from extproc.endpoints.table import EndpointTable
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def filled(settings: FlowControl, rng: random.Random, numbers: Iterator[int]) ->
 
 def engines() -> EndpointTable:
     table = EndpointTable()
-    table.replace([f"10.0.0.{number}:8000" for number in range(8)])
+    table.replace_endpoints([f"10.0.0.{number}:8000" for number in range(8)])
     return table
 
 
@@ -96,7 +96,7 @@ def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
             queue.enqueue(gone.pop())
 
     def turn() -> None:
-        found = queue.next(capacity, 0.0)
+        found = queue.pop_next(capacity, 0.0)
         assert found is not None
         queue.begin_service(found[0], 500.0, 0.0)
         gone.append(found[0])
@@ -116,7 +116,7 @@ def test_ended_service(benchmark: BenchmarkFixture) -> None:
 @pytest.mark.parametrize("endpoints", [8, 100, 1000])
 def test_endpoints_with_headroom(benchmark: BenchmarkFixture, endpoints: int) -> None:
     table, limits = EndpointTable(), SaturationSpec().limits()
-    table.replace([f"10.0.{number // 250}.{number % 250}:8000" for number in range(endpoints)])
+    table.replace_endpoints([f"10.0.{number // 250}.{number % 250}:8000" for number in range(endpoints)])
     for row in range(endpoints):
         begin_request(table, row, work=5000.0, tokens=5200.0, now=0.0)
     assert not benchmark(lambda: EndpointHeadroom(table, limits, 0.1)).open.any()
@@ -125,16 +125,16 @@ def test_endpoints_with_headroom(benchmark: BenchmarkFixture, endpoints: int) ->
 def test_pass_through(benchmark: BenchmarkFixture) -> None:
     """What flow control costs a request that need not wait."""
     rng, numbers = random.Random(0), itertools.count()
-    gate = Gate(FlowControl(), engines(), stages=lambda: None, rng=rng)
+    gate = FlowControlGate(FlowControl(), engines(), stages=lambda: None, rng=rng)
     one = queued(rng, numbers)
-    assert benchmark(lambda: gate.pass_through(one, 0.0)) is not None
+    assert benchmark(lambda: gate.rows_without_wait(one, 0.0)) is not None
 
 
 def test_bucket(benchmark: BenchmarkFixture) -> None:
     limit, bucket, now = Limit(1e6, 1e6), Bucket(1e6, 0.0), itertools.count()
 
     def reserve_and_settle() -> float:
-        bucket.fill(limit, next(now) * 1e-3)
+        bucket.refill(limit, next(now) * 1e-3)
         bucket.settle(bucket.reserve(500.0), 100.0)
         return bucket.level
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from extproc.api.load import ConfigDirectory
+from extproc.api.config_loader import ConfigDirectory
 from extproc.api.spec import API_VERSION
 from extproc.core.core import Core
 

@@ -23,7 +23,7 @@ from bench.sizes.configuration import GatewayPorts, Sizes, configuration, key_of
 from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes
 from bench.stack.stack import envoy_command
 from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
-from extproc.protocol import CHAT_PATH
+from extproc.wire_protocol import CHAT_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

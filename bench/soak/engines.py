@@ -42,7 +42,7 @@ from bench.engine.kv_event_publisher import Form, KvEventPublisher, KvEventsConf
 from bench.engine.other_apis import token_handlers
 from bench.engine.request import Request, Token
 from bench.soak.fleet import engine_hosts
-from extproc.protocol import Api
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

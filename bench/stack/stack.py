@@ -19,7 +19,7 @@ import yaml
 
 from bench.stack.processes import Processes, StartFailed, free_ports, ports_in_a_row
 from controller.bundle.sync import write_bundle_once
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from extproc.api.spec import API_VERSION
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import msgspec
 from bench.engine.kv_cache import CacheJournal
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import Roofline, StepTime
-from extproc.core.peers import EngineReported
+from extproc.core.peer_events import EngineReported
 from extproc.engines.metrics import CacheConfig, EngineReport, LoraState
 
 if TYPE_CHECKING:

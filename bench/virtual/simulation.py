@@ -38,19 +38,19 @@ from extproc.core.effects import (
     AskLimits,
     AskTokens,
     Decision,
-    Held,
     LoadAdapter,
     Prefill,
+    RequestHeld,
     RequestRefused,
     SettleGrant,
     WakeAt,
 )
 from extproc.core.guards import ALLOWED
-from extproc.core.record import AdapterLoadResult, Head, Outcome, PrefillResult
+from extproc.core.request_record import AdapterLoadResult, Outcome, PrefillResult, RequestHead
 from extproc.errors import Refusal
 from extproc.prefix import kv_events
 from extproc.prefix.kv_index import EventSource
-from extproc.scheduling.pickers_for import without_files
+from extproc.scheduling.picker_cache import without_picker_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect, RequestEffect
     from extproc.core.pipeline import Answer
-    from extproc.scheduling.pickers_for import MakePicker
+    from extproc.scheduling.picker_cache import MakePicker
 
 
 # From a prefill engine's answer to the request to the decode engine: the way through extproc and Envoy.
@@ -242,7 +242,7 @@ class Simulation:
         engines: Mapping[str, EngineKind],
         *,
         seed: int = 0,
-        make_picker: MakePicker = without_files,
+        make_picker: MakePicker = without_picker_files,
         delays: SimulatedDelays = SimulatedDelays(),  # noqa: B008 - frozen
         token_observer: TokenObserver | None = None,
         request_observers: Sequence[RequestObserver] = (),
@@ -392,9 +392,9 @@ class Simulation:
             headers = {**headers, REQUEST_KEY: str(request.key)}
         for observer in self._request_observers:
             observer.on_arrival(request, position, now)
-        head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
+        head = RequestHead("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         try:
-            arrival = self.core.builder.by_model(head, body)
+            arrival = self.core.builder.build_by_model(head, body)
         except Refusal as refusal:
             self._refuse(asked, refusal.outcome)
             return
@@ -408,7 +408,7 @@ class Simulation:
                 self._send(asked, own, now)
             case RequestRefused():
                 self._refuse(asked, own.refusal.outcome)
-            case _ if isinstance(own, Held):
+            case _ if isinstance(own, RequestHeld):
                 self._held[own.ticket] = asked
                 if self._token_observer is not None:
                     self._token_observer.on_held(session.label, own.ticket, now)
@@ -504,7 +504,7 @@ class Simulation:
     def _ask_leg(self, ask: Prefill, now: float) -> None:
         """extproc requests a prefill. The decode engine that it has picked reserves blocks when it gets the request."""
         request = self._held[ask.ticket].request
-        run = next(one.run for one in self.core.requests() if one.ticket == ask.ticket)
+        run = next(one.run for one in self.core.records() if one.ticket == ask.ticket)
         assert run is not None
         leg = request.prefill_leg(next(self._keys))
         self._asked_legs[ask.ticket] = PrefillLeg(ask.address, leg)

@@ -10,9 +10,9 @@ import msgspec
 from cronsim import CronSim, CronSimError
 
 from controller.api.common import Positive, Replicas, Share
-from extproc.api.calendars import zone_of
+from extproc.api.calendars import parse_time_zone
 from extproc.api.quantities import Duration
-from extproc.api.spec import Name, NonEmpty, Rule, Spec
+from extproc.api.spec import CelRule, Name, NonEmpty, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,11 +56,11 @@ class MetricTarget(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "(has(self.source) && self.source == 'Prometheus') == has(self.prometheus)",
             "source: Prometheus and the field prometheus go together",
         ),
-        Rule(
+        CelRule(
             "!has(self.engine) || (has(self.source) && self.source == 'Engine')",
             "the field engine is for source: Engine",
         ),
@@ -119,7 +119,7 @@ class LatencyObjective(Spec, frozen=True):
     them.
     """
 
-    CEL: ClassVar = (Rule("has(self.ttft) || has(self.tpot)", "write ttft, tpot or both"),)
+    CEL: ClassVar = (CelRule("has(self.ttft) || has(self.tpot)", "write ttft, tpot or both"),)
 
     ttft: Duration | None = None
     tpot: Duration | None = None
@@ -141,7 +141,9 @@ class Schedule(Spec, frozen=True):
     they hold. ``time_zone``: of ``start``, such as Europe/Berlin. ``min_replicas`` and ``max_replicas``: the bounds.
     """
 
-    CEL: ClassVar = (Rule("has(self.minReplicas) || has(self.maxReplicas)", "write minReplicas, maxReplicas or both"),)
+    CEL: ClassVar = (
+        CelRule("has(self.minReplicas) || has(self.maxReplicas)", "write minReplicas, maxReplicas or both"),
+    )
 
     start: NonEmpty
     duration: Duration
@@ -161,6 +163,6 @@ def schedule_mistakes(schedules: Iterable[Schedule]) -> Iterator[str]:
     """One message for each schedule that cannot be parsed; such a schedule is ignored."""
     for one in schedules:
         try:
-            CronSim(one.start, datetime.fromtimestamp(0, UTC).astimezone(zone_of(one.time_zone)))
+            CronSim(one.start, datetime.fromtimestamp(0, UTC).astimezone(parse_time_zone(one.time_zone)))
         except (CronSimError, ValueError) as error:
             yield f"schedule '{one.start}' in {one.time_zone}: {error}"

@@ -10,7 +10,7 @@ import msgspec
 from controller.api.common import ObjectReference, Positive, Replicas, Share, TargetName
 from controller.api.statuses import AutoscalingPolicyBindingStatus
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, Rule, Spec, keyed_by
+from extproc.api.spec import CelRule, Metadata, Name, NonEmpty, Spec, list_map_keys
 
 
 class EngineCapacity(Spec, frozen=True):
@@ -39,7 +39,7 @@ class ScaleTarget(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule("!has(self.minReplicas) || self.minReplicas <= self.maxReplicas", "minReplicas is above maxReplicas"),
+        CelRule("!has(self.minReplicas) || self.minReplicas <= self.maxReplicas", "minReplicas is above maxReplicas"),
     )
 
     name: TargetName
@@ -64,7 +64,7 @@ class RatioConstraint(Spec, frozen=True):
     ``min`` and ``max``: of the ratio.
     """
 
-    CEL: ClassVar = (Rule("self.min <= self.max", "min is above max"),)
+    CEL: ClassVar = (CelRule("self.min <= self.max", "min is above max"),)
 
     numerator: TargetName
     denominator: TargetName
@@ -92,7 +92,7 @@ class AutoscalingPolicyBindingSpec(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "!has(self.ratios) || self.ratios.all(one, self.targets.exists(target, target.name == one.numerator) && "
             "self.targets.exists(target, target.name == one.denominator))",
             "a ratio names a target that is not there",
@@ -101,7 +101,7 @@ class AutoscalingPolicyBindingSpec(Spec, frozen=True):
 
     policy_ref: Name
     targets: Annotated[
-        tuple[ScaleTarget, ...], msgspec.Meta(min_length=1, max_length=32, extra_json_schema=keyed_by("name"))
+        tuple[ScaleTarget, ...], msgspec.Meta(min_length=1, max_length=32, extra_json_schema=list_map_keys("name"))
     ]
     allocation: Literal["Cheapest", "Priority", "Weights", "Expansion"] = "Cheapest"
     expansion_rate_percent: Annotated[int, msgspec.Meta(ge=101, le=10_000)] = 200

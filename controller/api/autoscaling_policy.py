@@ -19,7 +19,7 @@ from controller.api.autoscaling import (
 from controller.api.statuses import AutoscalingPolicyStatus
 from controller.api.strategies import StrategyType, installed_strategies
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, Rule, Spec, keyed_by
+from extproc.api.spec import CelRule, Metadata, Spec, list_map_keys
 
 STRATEGIES: Final = installed_strategies()
 """By name, in the order of documents."""
@@ -56,7 +56,7 @@ def _strategy() -> type[_Named]:
     without = [f"``{name}`` {one.summary}." for name, one in STRATEGIES.items() if one.defaults is None]
     text = "One strategy. ``name``: which. The field of the same name has its parameters; left out, they have their"
     rules = tuple(
-        Rule(
+        CelRule(
             f"!has(self.{field}) || self.name == '{name}'",
             f"the field {field} has the parameters of the strategy {name}, not of another",
         )
@@ -92,9 +92,11 @@ class AutoscalingPolicySpec(Spec, frozen=True):
     """
 
     strategies: Annotated[
-        tuple[Strategy, ...], msgspec.Meta(min_length=1, max_length=8, extra_json_schema=keyed_by("name"))
+        tuple[Strategy, ...], msgspec.Meta(min_length=1, max_length=8, extra_json_schema=list_map_keys("name"))
     ] = (Strategy(name="Work"),)
-    metrics: Annotated[tuple[MetricTarget, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    metrics: Annotated[
+        tuple[MetricTarget, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("name"))
+    ] = ()
     objective: LatencyObjective | None = None
     behavior: Behavior = Behavior()
     panic: Panic | None = None
@@ -107,7 +109,7 @@ class AutoscalingPolicySpec(Spec, frozen=True):
     mode: Literal["Auto", "Recommend", "Export", "Paused", "ScaleUpOnly"] = "Auto"
 
     CEL: ClassVar = tuple(
-        Rule(
+        CelRule(
             f"!has(self.strategies) || !self.strategies.exists(one, one.name == '{name}') || has(self.{type_.needs})",
             f"the strategy {name} needs {'an ' if type_.needs == 'objective' else ''}{type_.needs}",
         )

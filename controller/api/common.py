@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from extproc.api.spec import NonEmpty, Spec, keyed_by
+from extproc.api.spec import NonEmpty, Spec, list_map_keys
 
 Replicas = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 Percentage = Annotated[str, msgspec.Meta(pattern=r"^(100|[0-9]{1,2})%$", max_length=4)]
@@ -47,7 +47,7 @@ class Condition(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_
     observed_generation: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
-Conditions = Annotated[tuple[Condition, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("type"))]
+Conditions = Annotated[tuple[Condition, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("type"))]
 
 
 class LayeredSpec(Spec, frozen=True):

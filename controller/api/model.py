@@ -14,7 +14,7 @@ from controller.api.statuses import ModelStatus, Status
 from controller.api.transformer_explainer import Step, Transformer
 from extproc.api.model_server import NO_ENCODE_STAGE, ServingProtocol
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, ParentReference, Rule, keyed_by
+from extproc.api.spec import CelRule, Metadata, Name, NonEmpty, ParentReference, list_map_keys
 
 ModelUri = Annotated[
     str, msgspec.Meta(pattern=r"^(hf|s3|gs|az|https?|oci|pvc|hdfs|file)://.+$", min_length=6, max_length=2048)
@@ -36,7 +36,7 @@ class ModelFormat(LayeredSpec, frozen=True):
 class StageRatio(LayeredSpec, frozen=True):
     """Prefill engines for each decode engine. ``min`` and ``max``: their bounds."""
 
-    CEL: ClassVar = (Rule("self.min <= self.max", "min is above max"),)
+    CEL: ClassVar = (CelRule("self.min <= self.max", "min is above max"),)
 
     min: Positive
     max: Positive
@@ -53,11 +53,13 @@ class Disaggregation(LayeredSpec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "!has(self.maxPrefill) || !has(self.prefill) || self.prefill <= self.maxPrefill",
             "prefill is above maxPrefill",
         ),
-        Rule("!has(self.maxDecode) || !has(self.decode) || self.decode <= self.maxDecode", "decode is above maxDecode"),
+        CelRule(
+            "!has(self.maxDecode) || !has(self.decode) || self.decode <= self.maxDecode", "decode is above maxDecode"
+        ),
     )
 
     UNSUPPORTED: ClassVar = dict.fromkeys(("encode", "maxEncode", "encodeConfig"), NO_ENCODE_STAGE)
@@ -110,16 +112,16 @@ class Backend(LayeredSpec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
             "minReplicas is above maxReplicas",
         ),
-        Rule(
+        CelRule(
             "!has(self.minReplicas) || has(self.maxReplicas)",
             "minReplicas needs maxReplicas beside it; write both. With maxPrefill or maxDecode remove it: prefill and"
             " decode are the lower bounds",
         ),
-        Rule(
+        CelRule(
             "!has(self.disaggregation) || !(has(self.disaggregation.maxPrefill) || has(self.disaggregation.maxDecode))"
             " || (!has(self.maxReplicas) && (!has(self.replicas) || self.replicas <= 1))",
             "maxPrefill and maxDecode scale the engines of one group; remove maxReplicas, and replicas above 1, or"
@@ -184,7 +186,7 @@ class ModelAutoscaling(LayeredSpec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "!has(self.policyRef) || !has(self.scaleToZero)",
             "write scaleToZero into the policy that policyRef names, not beside it",
         ),
@@ -208,7 +210,7 @@ class WeightsCache(LayeredSpec, frozen=True):
     directory of each node, in which each namespace has its own. Without either, each pod has its own copy.
     """
 
-    CEL: ClassVar = (Rule("!has(self.claim) || !has(self.hostPath)", "write claim or hostPath, not both"),)
+    CEL: ClassVar = (CelRule("!has(self.claim) || !has(self.hostPath)", "write claim or hostPath, not both"),)
 
     claim: Name | None = None
     host_path: _AbsolutePath | None = None
@@ -228,12 +230,16 @@ class ModelFields(LayeredSpec, frozen=True):
     protocol: ServingProtocol | None = None
     # How it is run.
     backends: Annotated[
-        tuple[Backend, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))
+        tuple[Backend, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=list_map_keys("name"))
     ] = (Backend(name="default"),)
     # LoRA adapters.
-    adapters: Annotated[tuple[LoraAdapter, ...], msgspec.Meta(max_length=1000, extra_json_schema=keyed_by("name"))] = ()
+    adapters: Annotated[
+        tuple[LoraAdapter, ...], msgspec.Meta(max_length=1000, extra_json_schema=list_map_keys("name"))
+    ] = ()
     # Many models on each server, in place of one of uri: the runtime must be able to load them (multiModel).
-    models: Annotated[tuple[HostedModel, ...], msgspec.Meta(max_length=1000, extra_json_schema=keyed_by("name"))] = ()
+    models: Annotated[
+        tuple[HostedModel, ...], msgspec.Meta(max_length=1000, extra_json_schema=list_map_keys("name"))
+    ] = ()
     # Replicas follow the load.
     autoscaling: ModelAutoscaling | None = None
     # Join requests into batches, for engines of V1 and V2.
@@ -267,8 +273,8 @@ class ModelSpec(ModelFields, frozen=True, kw_only=True):
     """
 
     CEL: ClassVar = (
-        Rule("has(self.uri) || has(self.models) || has(self.baseRefs)", "write uri, or models"),
-        Rule("!has(self.uri) || !has(self.models)", "write uri or models, not both"),
+        CelRule("has(self.uri) || has(self.models) || has(self.baseRefs)", "write uri, or models"),
+        CelRule("!has(self.uri) || !has(self.models)", "write uri or models, not both"),
     )
 
     uri: ModelUri | None = None

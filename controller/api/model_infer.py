@@ -12,7 +12,7 @@ from controller.api.common import IntOrPercent, PodTemplate, Replicas, ShortName
 from controller.api.pod_spec_checks import pod_spec_type_errors
 from controller.api.statuses import ModelInferRoleStatus, ModelInferStatus
 from extproc.api.quantities import Duration
-from extproc.api.spec import Metadata, NonEmpty, Rule, Spec, keyed_by
+from extproc.api.spec import CelRule, Metadata, NonEmpty, Spec, list_map_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,8 +38,8 @@ class Role(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule("self.workerReplicas == 0 || has(self.workerTemplate)", "workers need a workerTemplate; write one"),
-        Rule(
+        CelRule("self.workerReplicas == 0 || has(self.workerTemplate)", "workers need a workerTemplate; write one"),
+        CelRule(
             "!has(self.maxUnavailable) || !(self.maxUnavailable == 0 || self.maxUnavailable == '0%') || "
             "(has(self.maxSurge) && !(self.maxSurge == 0 || self.maxSurge == '0%'))",
             "maxUnavailable of the role is 0 and it has no maxSurge, so it could never change; make one of them"
@@ -76,19 +76,21 @@ class GroupTemplate(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "!has(self.gang) || !has(self.gang.minRoleReplicas) || "
             "self.gang.minRoleReplicas.all(name, self.roles.exists(role, role.name == name))",
             "gang.minRoleReplicas names a role that is not there",
         ),
-        Rule(
+        CelRule(
             "self.roles.all(role, !has(role.startsAfter) || role.startsAfter.all(name, name != role.name && "
             "self.roles.exists(other, other.name == name)))",
             "startsAfter names another role of the same group",
         ),
     )
 
-    roles: Annotated[tuple[Role, ...], msgspec.Meta(min_length=1, max_length=8, extra_json_schema=keyed_by("name"))]
+    roles: Annotated[
+        tuple[Role, ...], msgspec.Meta(min_length=1, max_length=8, extra_json_schema=list_map_keys("name"))
+    ]
     gang: Gang | None = None
     restart_grace_period: Duration = Duration("0s")
     unresponsive_timeout: Duration = Duration("5m")
@@ -104,7 +106,7 @@ class RolloutStrategy(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             # the server also tries the rule on the default {}, before it fills in what is inside
             "!has(self.maxUnavailable) || !has(self.maxSurge) || "
             "!(self.maxUnavailable == 0 || self.maxUnavailable == '0%') || "

@@ -13,8 +13,8 @@ from controller.api.statuses import Status
 from extproc.api import spec as patterns
 from extproc.api.model_server import EndpointProtocol
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.spec import Metadata, Name, NonEmpty, Port, Rule, Spec, keyed_by
-from extproc.protocol import GRPC_PROTOCOLS
+from extproc.api.spec import CelRule, Metadata, Name, NonEmpty, Port, Spec, list_map_keys
+from extproc.wire_protocol import GRPC_PROTOCOLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,7 +91,7 @@ class EngineConfig(LayeredSpec, frozen=True):
     lora: LoraLimits = LoraLimits()
     models: ModelLimits = ModelLimits()
     args: Words = ()
-    env: Annotated[tuple[EnvVar, ...], msgspec.Meta(max_length=200, extra_json_schema=keyed_by("name"))] = ()
+    env: Annotated[tuple[EnvVar, ...], msgspec.Meta(max_length=200, extra_json_schema=list_map_keys("name"))] = ()
     resources: dict[str, Any] | None = None
     drain_timeout: Duration = Duration("5m")
     pod: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -116,7 +116,7 @@ class Arguments(Spec, frozen=True):
     and ``env``: what is added then; ``{name}`` is replaced by a setting, and ``$(NAME)`` by Kubernetes.
     """
 
-    CEL: ClassVar = (Rule("has(self.args) || has(self.env)", "write args, env or both"),)
+    CEL: ClassVar = (CelRule("has(self.args) || has(self.env)", "write args, env or both"),)
 
     when: Annotated[dict[str, str], msgspec.Meta(max_length=8)] = msgspec.field(default_factory=dict)
     args: Annotated[tuple[str, ...], msgspec.Meta(max_length=64)] = ()
@@ -153,12 +153,12 @@ class ServingRuntimeSpec(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "!has(self.grpcPort) || (has(self.protocolVersions) ? self.protocolVersions.exists(one, one != 'OpenAI') :"
             " self.engine in ['KServe', 'MLServer', 'TensorFlow', 'TorchServe', 'Triton'])",
             "grpcPort is of engines of classical models; write protocolVersions with one of theirs, or leave it out",
         ),
-        Rule(
+        CelRule(
             "!has(self.grpcPort) || self.grpcPort != (has(self.port) ? self.port : 8000)",
             "grpcPort is another port than port",
         ),

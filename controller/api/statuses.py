@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from controller.api.common import Conditions
-from extproc.api.spec import NonEmpty, ParentReference, Spec, keyed_by
+from extproc.api.spec import NonEmpty, ParentReference, Spec, list_map_keys
 
 
 class Status(Spec, frozen=True):
@@ -97,8 +97,10 @@ class ModelInferStatus(Status, frozen=True):
     label_selector: str | None = None
     summary: str | None = None
     groups: dict[str, int] = msgspec.field(default_factory=dict)
-    roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=keyed_by("name"))] = ()
-    recoveries: Annotated[tuple[Recovery, ...], msgspec.Meta(max_length=256, extra_json_schema=keyed_by("name"))] = ()
+    roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=list_map_keys("name"))] = ()
+    recoveries: Annotated[
+        tuple[Recovery, ...], msgspec.Meta(max_length=256, extra_json_schema=list_map_keys("name"))
+    ] = ()
 
 
 class ModelInferRoleStatus(Status, frozen=True):
@@ -134,7 +136,7 @@ class BackendStatus(Spec, frozen=True):
     ready_replicas: int = 0
     updated_replicas: int = 0
     weight: int = 0
-    roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=keyed_by("name"))] = ()
+    roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=list_map_keys("name"))] = ()
     start: StartTimes | None = None
 
 
@@ -177,11 +179,15 @@ class ModelStatus(Status, frozen=True):
     phase: Literal["Pending", "Standby", "Loading", "Loaded", "FailedToLoad"] | None = None
     transition_status: Literal["UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec"] | None = None
     phase_since: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
-    phase_times: Annotated[tuple[PhaseTime, ...], msgspec.Meta(max_length=8, extra_json_schema=keyed_by("name"))] = ()
+    phase_times: Annotated[
+        tuple[PhaseTime, ...], msgspec.Meta(max_length=8, extra_json_schema=list_map_keys("name"))
+    ] = ()
     failure: ModelFailure | None = None
-    backends: Annotated[tuple[BackendStatus, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    backends: Annotated[
+        tuple[BackendStatus, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("name"))
+    ] = ()
     models: Annotated[
-        tuple[HostedModelStatus, ...], msgspec.Meta(max_length=1000, extra_json_schema=keyed_by("name"))
+        tuple[HostedModelStatus, ...], msgspec.Meta(max_length=1000, extra_json_schema=list_map_keys("name"))
     ] = ()
 
 
@@ -209,6 +215,8 @@ class AutoscalingPolicyBindingStatus(Status, frozen=True):
     ScalingActive, ScalingLimited, CapacityBlocked.
     """
 
-    targets: Annotated[tuple[TargetStatus, ...], msgspec.Meta(max_length=32, extra_json_schema=keyed_by("name"))] = ()
+    targets: Annotated[
+        tuple[TargetStatus, ...], msgspec.Meta(max_length=32, extra_json_schema=list_map_keys("name"))
+    ] = ()
     last_scaled_at: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     last_decision: Annotated[str, msgspec.Meta(max_length=4096)] | None = None

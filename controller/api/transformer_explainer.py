@@ -9,7 +9,7 @@ import msgspec
 
 from controller.api.common import EnvVar, LayeredSpec, Replicas, Words
 from extproc.api.quantities import Duration
-from extproc.api.spec import NonEmpty, Port, keyed_by
+from extproc.api.spec import NonEmpty, Port, list_map_keys
 
 
 class Step(LayeredSpec, frozen=True):
@@ -24,7 +24,7 @@ class Step(LayeredSpec, frozen=True):
     # After those that name the model, the port and the predictor; one that is written here is not added.
     args: Words = ()
     # Its environment.
-    env: Annotated[tuple[EnvVar, ...], msgspec.Meta(max_length=200, extra_json_schema=keyed_by("name"))] = ()
+    env: Annotated[tuple[EnvVar, ...], msgspec.Meta(max_length=200, extra_json_schema=list_map_keys("name"))] = ()
     # Of its container.
     resources: dict[str, Any] | None = None
     # Where it listens.

@@ -17,9 +17,9 @@ from controller.bundle.acknowledgements import Status
 from controller.bundle.envoy_admin import why_not_ready
 from extproc.api.addresses import join_host_port
 from extproc.api.status_pages import REPORT_PATH
-from extproc.browsers import protect
+from extproc.browser_security import add_browser_protection
+from extproc.listen_sockets import listen
 from extproc.page_server import PageServer
-from extproc.ports import listen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def serve_metrics(sync: BundleSync, address: tuple[str, int], registry: Collecto
     app, listening = web.Application(), listen(join_host_port(*address))
     shown = {"/metrics": show_metrics, READY_PATH: show_readiness, REPORT_PATH: show_report}
     app.add_routes([web.get(path, handler) for path, handler in shown.items()])
-    protect(app, address[0])
+    add_browser_protection(app, address[0])
 
     async def serve() -> None:
         server = PageServer(app)

@@ -31,10 +31,10 @@ from controller.bundle.envoy.secrets import (
     server_secrets,
 )
 from extproc.api.authentication import has_usable_key
-from extproc.api.connection import EngineConnection
+from extproc.api.engine_connection import EngineConnection
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.api.files import open_regular
-from extproc.reload import Reloadable, problem_of
+from extproc.api.untrusted_files import open_regular
+from extproc.reload import Reloadable, error_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -123,7 +123,7 @@ class SecretFiles:
                 lambda: self._content(source), lambda content: _checked(source, content), self._left_behind(source)
             )
         except (OSError, CertificateUnusable) as error:
-            raise ConfigInvalid([Mistake(_title(source), 0, "", problem_of(error))]) from None
+            raise ConfigInvalid([Mistake(_title(source), 0, "", error_text(error))]) from None
         outcome = "refused" if known is None and one.problem else "unchanged" if known is None else one.poll()
         if outcome == "refused":
             log.error("%s: %s; what was there before stays in use", _title(source), one.problem)

@@ -24,8 +24,8 @@ from controller.bundle.envoy.bundle import BundleWriter, endpoint_subscriptions,
 from controller.bundle.envoy.listeners import ROUTES_FOLDER, routes_files
 from controller.bundle.envoy.secrets import SECRETS_FOLDER, secret_sources
 from controller.bundle.secret_files import KeyFiles, SecretFiles, drop_unusable_secrets
+from extproc.api.config_loader import load_directory
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_directory
 from extproc.api.make_before_break import DrainingServers
 from extproc.api.status_pages import ConfigReport
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from controller.bundle.acknowledgements import Acknowledgements
     from controller.bundle.envoy.secrets import SecretSource
+    from extproc.api.config_loader import ConfigSource
     from extproc.api.errors import Mistake
-    from extproc.api.load import Directory
     from extproc.api.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class BundleSync:
 
     def __init__(
         self,
-        config: Directory,
+        config: ConfigSource,
         out: Path,
         path: str,
         acknowledgements: Acknowledgements | None = None,
@@ -240,7 +240,7 @@ class BundleSync:
             self._snapshot = fresh
         if not self.is_valid:
             # extproc refuses the directory, too, and may not have read before that servers were removed
-            self._draining.renew(clock())
+            self._draining.restart_drain(clock())
         wanted = queued, secrets = self._with_secrets(self._fill(self._draining.with_draining(self._snapshot, clock())))
         if wanted == self._written or (wanted == self._failed and clock() < self._retry_at_s):
             return

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from extproc.api.advice import no_address
+from extproc.api.error_hints import address_hint
 from extproc.engines.dialects import DIALECTS
 from extproc.logs import add_log_options, start_logging
 
@@ -302,7 +302,7 @@ def _listen(text: str) -> tuple[str, int]:
             raise ValueError(port)
         return str(ip_address(host.strip("[]"))), int(port)
     except ValueError:
-        raise argparse.ArgumentTypeError(no_address(text, takes_names=False)) from None
+        raise argparse.ArgumentTypeError(address_hint(text, takes_names=False)) from None
 
 
 def _seconds(text: str) -> float:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 from controller.audit import add_audit_option, file_recorder, opened_audit
 from extproc.api.addresses import parse_address, parse_endpoint
+from extproc.api.dns_resolution import AddressTiming
 from extproc.api.errors import ConfigInvalid
-from extproc.api.host_names import ResolutionTiming
 from extproc.api.quantities import Duration
-from extproc.cli.system import print_mistakes, resolved_directory
+from extproc.cli.common import print_mistakes, resolved_directory
+from extproc.listen_sockets import ListenFailed
 from extproc.logs import add_log_options, start_logging
-from extproc.notify import READY, notify
-from extproc.ports import ListenFailed
+from extproc.sd_notify import READY, notify
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -34,7 +34,7 @@ DESCRIPTION: Final = (
 
 
 # Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
-_PATIENCE: Final = ResolutionTiming(keep_s=30.0, settle_s=0.0)
+_PATIENCE: Final = AddressTiming(keep_s=30.0, settle_s=0.0)
 
 
 def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:

@@ -19,10 +19,10 @@ from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.convert import kthena_autoscaling, variant_autoscaling
 from controller.convert.fields import ConversionFailed, ConversionResult, Object, check_object_shape, object_title
-from extproc.api.documents import parse_document, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake, escape_unprintable
 from extproc.api.quantities import decode_quantity
-from extproc.cli.system import pluralize, print_mistakes
+from extproc.api.yaml_documents import parse_document, split_documents
+from extproc.cli.common import pluralize, print_mistakes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -26,12 +26,12 @@ from controller.gateway.compile.inference_pools import KIND, SETTINGS, parse_poo
 from extproc.api.addresses import join_host_port
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid
-from extproc.api.files import open_regular
 from extproc.api.quantities import Duration
 from extproc.api.spec import ADVICE, HTTP_PATH, NAME, NAMESPACE
 from extproc.api.tracing import parse_otlp
-from extproc.engines.dialects import TRITON_BACKEND, engine_of
-from extproc.logs import add_log_options, log_words, start_logging
+from extproc.api.untrusted_files import open_regular
+from extproc.engines.dialects import TRITON_BACKEND, engine_with_metric
+from extproc.logs import add_log_options, log_arguments, start_logging
 
 if TYPE_CHECKING:
     from controller.gateway.compile.file_discovery import FileDiscovery
@@ -285,7 +285,7 @@ def _engine(values: Mapping[str, str]) -> dict[str, str]:
     for flag in _METRIC_FLAGS:
         metric = values.get(flag, "")
         if metric:
-            engine = engine_of(metric)
+            engine = engine_with_metric(metric)
             if engine is None:
                 raise FlagInvalid(f"--{flag}={metric}: no engine that is known here has such a metric")
             found.add(engine)
@@ -400,7 +400,7 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
             fields=_fields(options.model_server),
             variables=os.environ,
             redis=options.redis or os.environ.get(REDIS_VARIABLE, "") or _redis(config),
-            options=(*(("--shadow",) if options.shadow else ()), *log_words(options)),
+            options=(*(("--shadow",) if options.shadow else ()), *log_arguments(options)),
         )
         planned = plan_launch(given, context)
         if options.conformance:
@@ -450,15 +450,17 @@ def _redis(config: EndpointPickerConfig | None) -> str:
     address, variable, file = (str(given.get(key) or "") for key in ("address", "passwordEnv", "passwordFile"))
     database = str(given.get("db") or 0)
     if _REDIS.fullmatch(address) is None or int(address.rpartition(":")[2]) > _HIGHEST_PORT:
-        raise FlagInvalid(f"{plugin.called}: the parameter 'address' is missing or wrong; write HOST:PORT of the Redis")
+        raise FlagInvalid(
+            f"{plugin.effective_name}: the parameter 'address' is missing or wrong; write HOST:PORT of the Redis"
+        )
     if _DATABASE.fullmatch(database) is None:
-        raise FlagInvalid(f"{plugin.called}: the parameter 'db' is no number of a database; write 0, 1 or more")
+        raise FlagInvalid(f"{plugin.effective_name}: the parameter 'db' is no number of a database; write 0, 1 or more")
     try:
         password = _content(file).strip() if file else os.environ[variable] if variable else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise FlagInvalid(f"{plugin.called}: passwordFile: {error}") from None
+        raise FlagInvalid(f"{plugin.effective_name}: passwordFile: {error}") from None
     except KeyError:
-        raise FlagInvalid(f"{plugin.called}: passwordEnv: the variable {variable} is not set; set it") from None
+        raise FlagInvalid(f"{plugin.effective_name}: passwordEnv: the variable {variable} is not set; set it") from None
     secret = f":{quote(password, safe='')}@" if password else ""
     return f"redis://{secret}{address}/{database}"
 

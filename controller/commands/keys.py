@@ -20,12 +20,12 @@ from controller.keys.changes import KeyRefused, find_key, key_for_display, key_r
 from controller.keys.server import KeysApi, parse_duration
 from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyStoreFile
 from extproc.api.addresses import parse_address
-from extproc.api.files import read_token
 from extproc.api.key_store import KEYS_FILE
-from extproc.browsers import protect
+from extproc.api.untrusted_files import read_token
+from extproc.browser_security import add_browser_protection
 from extproc.logs import add_log_options, start_logging
-from extproc.notify import READY, notify
 from extproc.page_server import PageServer
+from extproc.sd_notify import READY, notify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -292,7 +292,7 @@ async def _serve_until_signal(address: tuple[str, int], api: KeysApi) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     app = api.app()
-    protect(app, address[0])
+    add_browser_protection(app, address[0])
     runner = PageServer(app, end_s=2.0)
     await runner.setup()
     try:

@@ -29,11 +29,11 @@ from controller.models.model.children import child_objects
 from controller.models.model.model_state import ModelSettings, ModelState, Unresolved, resolve_model
 from controller.models.runtimes.prefill_connectors import why_sidecar_needed
 from controller.models.runtimes.settings import engine_settings
-from extproc.api.documents import parse_document, split_documents
+from extproc.api.config_loader import SUFFIXES
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.api.load import SUFFIXES
 from extproc.api.spec import object_key
-from extproc.cli.system import print_mistakes
+from extproc.api.yaml_documents import parse_document, split_documents
+from extproc.cli.common import print_mistakes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -445,7 +445,7 @@ def _bundle(rendered: RenderResult) -> Mapping[str, str]:
     """Envoy's files, with API keys as digests; raises ConfigInvalid."""
     from controller.bundle.envoy.bundle import build_bundle  # noqa: PLC0415 - Envoy's schema takes half a second to import
     from controller.bundle.secret_files import KeyFiles  # noqa: PLC0415
-    from extproc.api.load import load_snapshot  # noqa: PLC0415
+    from extproc.api.config_loader import load_snapshot  # noqa: PLC0415
 
     documents = {name: content for name, content in rendered.files.items() if name.endswith(_SUFFIXES)}
     snapshot, missing = KeyFiles(os.environ).fill_available_keys(load_snapshot(documents), datetime.now(UTC))

@@ -33,11 +33,11 @@ from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_pag
 from controller.usage.store import SqlStore, StoreError, StoreUnavailable, first_error_line, open_engine
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.usage import LEFT_SUFFIX
-from extproc.browsers import protect
+from extproc.api.usage_log import LEFT_SUFFIX
+from extproc.browser_security import add_browser_protection
 from extproc.logs import add_log_options, start_logging
-from extproc.notify import READY, notify
 from extproc.page_server import PageServer
+from extproc.sd_notify import READY, notify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -308,7 +308,7 @@ def _serve(options: argparse.Namespace) -> int:
     }
     for name, address in listens.items():
         if address is not None:
-            protect(apps[name], address[0], is_behind_envoy=name == "listen")
+            add_browser_protection(apps[name], address[0], is_behind_envoy=name == "listen")
     log.info("follows %s into %s", options.log, _shown(options.store))
     with _running(ingest, stop) as failed:
         asyncio.run(_serve_until(stop, [(one, apps[name]) for name, one in listens.items() if one is not None]))

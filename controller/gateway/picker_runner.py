@@ -49,11 +49,11 @@ from controller.kube.resources import (
     PODS,
     split_key,
 )
+from extproc.api.config_loader import MAX_YAML_BYTES
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid
-from extproc.api.files import open_regular
-from extproc.api.load import MAX_YAML_BYTES
-from extproc.api.picker_config import check_shape_alone
+from extproc.api.picker_config import accept_any_plugins
+from extproc.api.untrusted_files import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -175,7 +175,7 @@ class PickerRunner:
         settings: PickerSettings,
         metrics: GatewayMetrics,
         *,
-        check_picker: PickerCheck = check_shape_alone,
+        check_picker: PickerCheck = accept_any_plugins,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
         namespace, _ = split_key(settings.pool)

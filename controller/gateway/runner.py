@@ -26,7 +26,7 @@ from controller.gateway.statuses import ConsumerReports, StatusWriter
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s
 from controller.kube.informer import InformerTiming
 from extproc.api.addresses import Network
-from extproc.api.picker_config import check_shape_alone
+from extproc.api.picker_config import accept_any_plugins
 from extproc.api.status_pages import ConfigReport, content_digest
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class GatewayRunner:
         metrics: GatewayMetrics,
         *,
         election: LeaderElection,
-        check_picker: PickerCheck = check_shape_alone,
+        check_picker: PickerCheck = accept_any_plugins,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
         controller = Controller[str](

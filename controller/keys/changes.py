@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from extproc.api import spec as patterns
 from extproc.api.authentication import KeyBudgets, KeyRateLimits, ModelPattern, Reports
-from extproc.api.errors import one_line, to_text
+from extproc.api.errors import format_path, one_line
 from extproc.api.key_store import (
     MOST_KEYS,
     MOST_RETIRED,
@@ -19,7 +19,7 @@ from extproc.api.key_store import (
     PreviousKey,
     VirtualKey,
     check_key_store,
-    to_plain,
+    to_json_fields,
 )
 from extproc.api.quantities import Duration, decode_quantity
 from extproc.api.schema import check_shape
@@ -194,7 +194,7 @@ def key_status(key: VirtualKey, now: datetime) -> str:
 
 def key_for_display(key: VirtualKey, now: datetime) -> dict[str, Any]:
     """A key as its administrators see it: with its status, and without digests."""
-    plain = to_plain(key)
+    plain = to_json_fields(key)
     plain.pop("keySHA256")
     if "previous" in plain:
         plain["previous"].pop("keySHA256")
@@ -226,5 +226,5 @@ def _checked(store: KeyStoreSpec) -> KeyStoreSpec:
 
 
 def _refused(found: Iterable[Finding]) -> KeyRefused:
-    lines = (f"{to_text(path)}: {message}" if path else message for path, message in found)
+    lines = (f"{format_path(path)}: {message}" if path else message for path, message in found)
     return KeyRefused(one_line("; ".join(lines)))

@@ -12,8 +12,8 @@ import msgspec
 from aiohttp import web
 
 from controller.keys.changes import KeyRefused, find_key, key_for_display, key_request, key_update
-from extproc.api.files import read_token
 from extproc.api.quantities import Duration
+from extproc.api.untrusted_files import read_token
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -23,12 +23,12 @@ import msgspec
 from controller.bundle.atomic_files import replace_file
 from controller.keys import changes
 from controller.keys.changes import KeyRefused, NewKey
+from extproc.api.config_loader import MAX_JSON_BYTES, ConfigDirectory
 from extproc.api.decode import read_key_store
 from extproc.api.errors import ConfigInvalid
-from extproc.api.files import open_regular
-from extproc.api.key_store import KEYS_FILE, KeyStoreSpec, VirtualKey, to_plain
-from extproc.api.load import MAX_JSON_BYTES, ConfigDirectory
+from extproc.api.key_store import KEYS_FILE, KeyStoreSpec, VirtualKey, to_json_fields
 from extproc.api.spec import API_VERSION
+from extproc.api.untrusted_files import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -268,6 +268,6 @@ def to_document(store: KeyStoreSpec, indent: int = 1) -> bytes:
         "apiVersion": API_VERSION,
         "kind": "KeyStore",
         "metadata": {"name": "keys"},
-        "spec": to_plain(store),
+        "spec": to_json_fields(store),
     }
     return msgspec.json.format(msgspec.json.encode(plain), indent=indent) + b"\n"

@@ -26,8 +26,8 @@ from extproc.api.status_pages import (
     Demand,
     EndpointLoad,
     changed_since,
-    complete_status,
-    total,
+    complete_demand,
+    total_loads,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ async def read_loads(http: aiohttp.ClientSession, addresses: Iterable[str]) -> L
     """
     pages = await asyncio.gather(*(_read(http, one) for one in addresses))
     found = [one for one in pages if one is not None]
-    return total(found) if len(found) == len(pages) else None
+    return total_loads(found) if len(found) == len(pages) else None
 
 
 async def loads_by_pod(
@@ -166,7 +166,7 @@ class _StreamState:
             said = _DEMAND_DECODER.decode(line)
         except (ValueError, RecursionError) as error:  # the decoder's error is a ValueError
             raise DemandStreamInvalid(f"a line is no message: {error}") from None
-        whole = complete_status(said, self._last.get(said.slot) if self._is_trusted else None)
+        whole = complete_demand(said, self._last.get(said.slot) if self._is_trusted else None)
         if whole is None:
             raise DemandStreamInvalid("a line does not go on from the one before")
         # a process that does not answer has no servers in its line

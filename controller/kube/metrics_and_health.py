@@ -25,7 +25,7 @@ from prometheus_client.utils import floatToGoString
 from controller.kube.gateway_reports import DemandRelay, read_loads
 from extproc.api.addresses import parse_address
 from extproc.api.status_pages import DEMAND_PATH, LOADS_PATH
-from extproc.browsers import protect
+from extproc.browser_security import add_browser_protection
 from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ async def serve_pages(
     if extprocs:
         app.add_routes([web.get(LOADS_PATH, loads), web.get(DEMAND_PATH, _DemandPage(app, extprocs).show)])
     host, port = parse_address(address)
-    protect(app, host)
+    add_browser_protection(app, host)
     runner = PageServer(app)
     await runner.setup()
     try:
@@ -227,7 +227,7 @@ async def serve_relayed_pages(address: str, socket: Path, guard: Middleware) -> 
     app = web.Application(middlewares=[guard])
     app.add_routes([web.get("/{path:.*}", relay)])
     host, port = parse_address(address)
-    protect(app, host)
+    add_browser_protection(app, host)
     runner = PageServer(app, end_s=_END_STREAMS_S)
     connector = aiohttp.UnixConnector(str(socket))
     async with aiohttp.ClientSession(

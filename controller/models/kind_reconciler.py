@@ -110,7 +110,7 @@ class GatewayLoads:
             pods = {key: one for key, one in known.items() if split_key(key)[0] == namespace}
             gateways = self._gateways_for(namespace)
             loads = {} if gateways is None else await loads_by_pod(self._http, gateways, pods)
-            found |= {key: PodLoad(one.busy_with, one.cached_tokens) for key, one in loads.items()}
+            found |= {key: PodLoad(one.requests_at_engine, one.cached_tokens) for key, one in loads.items()}
         return found
 
     def _gateways_for(self, namespace: str | None) -> list[Object] | None:

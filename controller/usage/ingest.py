@@ -11,7 +11,7 @@ import msgspec
 
 from controller.usage.rows import BadLine, parse_usage_line
 from controller.usage.store import BadBatch, StoreUnavailable
-from extproc.failures import Backoff
+from extproc.task_supervisor import Backoff
 
 if TYPE_CHECKING:
     import threading

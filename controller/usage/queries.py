@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from controller.usage.rollups import DAY_S, DIMENSIONS, ENDS, HOUR_S, SUMS
 from controller.usage.store import SUMS_KEPT, horizons, positions, requests, rollups_day, rollups_hour
-from extproc.api.calendars import changes_of_offset, offset_s, window_of, zone_of
+from extproc.api.calendars import calendar_window, parse_time_zone, utc_offset_changes, utc_offset_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -165,7 +165,7 @@ def _is_text(value: str) -> bool:
 def checked_zone(name: str) -> tzinfo:
     """Raises BadQuery."""
     try:
-        return zone_of(name)
+        return parse_time_zone(name)
     except ValueError as error:
         raise BadQuery("tz", str(error)) from None
 
@@ -212,7 +212,7 @@ def parse_number(parameters: Mapping[str, Sequence[str]], name: str, default: in
 
 def intervals(query: Query) -> Iterator[tuple[int, int]]:
     """Start and end of each interval of a query with a width, in order; the first may begin before its start."""
-    zone, width = zone_of(query.zone), query.width or "day"
+    zone, width = parse_time_zone(query.zone), query.width or "day"
     at = interval_bounds(width, query.start, zone)[0]
     while at < query.end:
         start, end = interval_bounds(width, at, zone)
@@ -223,10 +223,10 @@ def intervals(query: Query) -> Iterator[tuple[int, int]]:
 def interval_bounds(width: str, at: int, zone: tzinfo) -> tuple[int, int]:
     """Of the minute, hour or day of ``at``. A day has as many hours as clocks give it."""
     if width == "day":
-        window = window_of(at, "Day", zone)
+        window = calendar_window(at, "Day", zone)
         return window.start_s, window.end_s
     seconds = WIDTHS[width]
-    local = at + offset_s(at, zone)
+    local = at + utc_offset_s(at, zone)
     start = at - local % seconds
     return start, start + seconds
 
@@ -238,7 +238,7 @@ def choose_tables(query: Query) -> tuple[TablePart, ...]:
     rows = (TablePart(requests, query.start, query.end),)
     if _needs_rows(query):
         return rows
-    changes = changes_of_offset(zone_of(query.zone), query.start, query.end)
+    changes = utc_offset_changes(parse_time_zone(query.zone), query.start, query.end)
     aligned = (query.start, query.end)
     by_day = query.width is None or (query.width == "day" and not any(ahead for _, ahead in changes))
     by_hour = query.width is None or not any(ahead % HOUR_S or at % HOUR_S for at, ahead in changes)
@@ -330,7 +330,7 @@ def _currencies(connection: sa.Connection, query: Query, part: TablePart) -> lis
 
 def _interval(query: Query, time: sa.ColumnElement[int], width: str) -> sa.ColumnElement[Any]:
     """The number of the interval, in local time, since 1970."""
-    changes = changes_of_offset(zone_of(query.zone), query.start, query.end)
+    changes = utc_offset_changes(parse_time_zone(query.zone), query.start, query.end)
     ahead: Any = sa.literal_column(str(changes[0][1]))
     if len(changes) > 1:
         later: list[Any] = [(time >= at, sa.literal_column(str(seconds))) for at, seconds in reversed(changes[1:])]
@@ -370,7 +370,7 @@ def _row(found: Mapping[str, Any], query: Query, currencies: Sequence[str]) -> R
 
 
 def _bounds_of(query: Query, interval: int) -> tuple[int, int]:
-    zone = zone_of(query.zone)
+    zone = parse_time_zone(query.zone)
     if query.width != "day":
         return interval_bounds(query.width or "hour", interval, zone)
     # as local midnight, in the number of a clock in UTC

@@ -22,7 +22,7 @@ from controller.usage.queries import (
     single_value,
 )
 from controller.usage.rollups import DAY_S, HOUR_S, SUMS
-from extproc.api.calendars import zone_of
+from extproc.api.calendars import parse_time_zone
 from extproc.api.pricing import TokenCounts
 from extproc.api.quantities import money_text
 
@@ -142,7 +142,7 @@ def _place(row: ReportRow, query: Query) -> dict[str, str]:
 
 
 def _time(at: int, zone: str) -> str:
-    return datetime.fromtimestamp(at, zone_of(zone)).isoformat()
+    return datetime.fromtimestamp(at, parse_time_zone(zone)).isoformat()
 
 
 def _printable(text: str) -> str:

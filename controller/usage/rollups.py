@@ -9,7 +9,7 @@ from operator import add
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from controller.usage.rows import LEFT, REFUSED, REJECTED
-from extproc.api.usage import OTHERS, UNROUTED
+from extproc.api.usage_log import OTHERS, UNROUTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

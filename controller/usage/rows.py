@@ -12,9 +12,9 @@ from typing import Final
 import msgspec
 
 from extproc.api.pricing import TokenCounts, cost_micros
-from extproc.api.usage import UsageContext, UsageCounts, UsageLine, stored_name
-from extproc.api.used_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS, Answer, expected_of, used_tokens
-from extproc.protocol import (
+from extproc.api.usage_log import UsageContext, UsageCounts, UsageLine, escape_name
+from extproc.api.used_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS, AnswerUsage, expected_tokens_of, used_tokens
+from extproc.wire_protocol import (
     ANONYMOUS,
     CACHE_HIT,
     SERVER_CLUSTER,
@@ -137,7 +137,7 @@ def make_usage_row(line: UsageLine, context: UsageContext | None, now_s: float) 
         line = msgspec.structs.replace(line, status=http_status(line.grpc_status))
     known = _known_to_envoy(line) if context is None else context.as_served_by(_server_of(line))
     line = _as_at_engine(line)
-    used = None if known.refused else used_tokens(expected_of(known), _answer(line, known))
+    used = None if known.refused else used_tokens(expected_tokens_of(known), _answer(line, known))
     tokens, is_estimated = (TokenCounts(), False) if used is None else (used.counts, used.is_estimated)
     ended = _end_of(line, known)
     cost, price_id, currency = _cost(tokens, known, was_used=used is not None)
@@ -210,7 +210,7 @@ def _as_at_engine(line: UsageLine) -> UsageLine:
 
 def bounded_caller_name(name: str) -> str:
     """A name that clients or their token issuers choose, as rows and sums have it."""
-    return _text(stored_name(truncate_name(name)))
+    return _text(escape_name(truncate_name(name)))
 
 
 def _known_to_envoy(line: UsageLine) -> UsageContext:
@@ -229,14 +229,14 @@ def _server_of(line: UsageLine) -> str:
     return (line.cluster or "").removeprefix(SERVER_CLUSTER)
 
 
-def _answer(line: UsageLine, context: UsageContext) -> Answer:
+def _answer(line: UsageLine, context: UsageContext) -> AnswerUsage:
     flags = _flags(line)
     duration_us = _duration(line.duration_us) if line.duration_ms is None else _duration(line.duration_ms * 1_000)
     reached = bool(line.served) and _is_inference(line)
     if line.cluster == TRANSLATOR_CLUSTER and line.translated is None:
         # a client that left had waited for an engine
         reached = not _LEFT.isdisjoint(flags)
-    return Answer(
+    return AnswerUsage(
         status=line.status,
         has_engine=reached or (bool(context.ticket) and 200 <= line.status < 300),
         is_cut=line.status == 0 or not flags.isdisjoint(CUTS),

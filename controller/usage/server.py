@@ -18,7 +18,7 @@ from controller.usage.metrics import UsageMetrics
 from controller.usage.queries import BadQuery, list_sources, parse_query, run_query
 from controller.usage.reports import as_csv, as_json, completions_page, costs_page, restrict_to_owner
 from controller.usage.rows import bounded_caller_name
-from extproc.protocol import (
+from extproc.wire_protocol import (
     ANONYMOUS,
     CALLER_CLIENT,
     CALLER_REPORTS,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.identity import NamedCallers, Subject, named_callers
+from extproc.admission.identity import CallerMatcher, Subject, caller_matcher
 from extproc.api.grpc_route import GRPC_ROUTE
 from extproc.api.spec import namespace_of, object_key
 
@@ -29,7 +29,7 @@ _Target = tuple[str, str]
 _EVERY_LISTENER: Final = ("Listener", "*")
 
 
-class Patterns(msgspec.Struct, frozen=True):
+class NamePatterns(msgspec.Struct, frozen=True):
     """Names, of which some begin or end with ``*``."""
 
     exact: frozenset[str]
@@ -45,10 +45,10 @@ class Patterns(msgspec.Struct, frozen=True):
         return name in self.exact or name.startswith(self.prefixes) or name.endswith(self.suffixes)
 
 
-def patterns_of(texts: Iterable[str]) -> Patterns:
+def compile_name_patterns(texts: Iterable[str]) -> NamePatterns:
     """``*`` stands for any text at the beginning or the end of one."""
     given = set(texts)
-    return Patterns(
+    return NamePatterns(
         exact=frozenset(one for one in given if "*" not in one),
         prefixes=tuple(sorted(one[:-1] for one in given if len(one) > 1 and one.endswith("*"))),
         suffixes=tuple(sorted(one[1:] for one in given if len(one) > 1 and one.startswith("*"))),
@@ -71,16 +71,16 @@ class AccessRequest(msgspec.Struct, frozen=True):
     listener: str = ""
 
 
-_NOTHING: Final = patterns_of(())
-_ANYTHING: Final = patterns_of("*")
+_NOTHING: Final = compile_name_patterns(())
+_ANYTHING: Final = compile_name_patterns("*")
 
 
 class _Callers(msgspec.Struct, frozen=True):
-    names: NamedCallers
+    names: CallerMatcher
     claims: tuple[tuple[str, frozenset[str]], ...]
 
     def matches(self, subject: Subject) -> bool:
-        return self.names.include(subject.tenant, subject.user, subject.api_key) and all(
+        return self.names.matches(subject.tenant, subject.user, subject.api_key) and all(
             not values.isdisjoint(subject.claims.get(name, ())) for name, values in self.claims
         )
 
@@ -89,9 +89,9 @@ class _Rule(msgspec.Struct, frozen=True):
     """``callers``: empty for everybody."""
 
     callers: tuple[_Callers, ...]
-    models: Patterns
-    base_models: Patterns
-    servers: Patterns
+    models: NamePatterns
+    base_models: NamePatterns
+    servers: NamePatterns
 
     @property
     def is_for_everything(self) -> bool:
@@ -173,11 +173,11 @@ class Authorizer:
             for claim in callers.claims
         )
 
-    def may_use(self, subject: Subject, wish: AccessRequest) -> bool:
+    def may_use(self, subject: Subject, request: AccessRequest) -> bool:
         """Whether the request may go."""
         if not self.restricts:
             return True
-        return all(one.admits(subject, wish) for one in self._scopes_of(subject, wish))
+        return all(one.admits(subject, request) for one in self._scopes_of(subject, request))
 
     def may_use_everything(self, subject: Subject) -> bool:
         """Whether no route refuses the caller anything: it may list all models."""
@@ -224,7 +224,7 @@ def _targets_of(wish: AccessRequest) -> Iterator[_Target]:
 
 
 def _listed(models: Iterable[str]) -> _Scope:
-    return _Scope(_NO_RULES, _Rules({}, (_Rule((), patterns_of(models), _NOTHING, _ANYTHING),)))
+    return _Scope(_NO_RULES, _Rules({}, (_Rule((), compile_name_patterns(models), _NOTHING, _ANYTHING),)))
 
 
 def _of_key(key: ApiKey) -> _Scope | None:
@@ -281,14 +281,14 @@ def _rule(one: AccessRule) -> _Rule:
     names_none = not one.models and not one.base_models
     return _Rule(
         callers=tuple(_callers(callers) for callers in one.from_),
-        models=_ANYTHING if names_none else patterns_of(one.models),
-        base_models=patterns_of(one.base_models),
-        servers=patterns_of(one.servers) if one.servers else _ANYTHING,
+        models=_ANYTHING if names_none else compile_name_patterns(one.models),
+        base_models=compile_name_patterns(one.base_models),
+        servers=compile_name_patterns(one.servers) if one.servers else _ANYTHING,
     )
 
 
 def _callers(one: AccessCallers) -> _Callers:
     return _Callers(
-        names=named_callers(one.tenants, one.users, one.api_keys),
+        names=caller_matcher(one.tenants, one.users, one.api_keys),
         claims=tuple((claim.name, frozenset(claim.values)) for claim in one.claims),
     )

@@ -97,7 +97,7 @@ class Bucket(msgspec.Struct):
     # increases whenever all claims have shrunk to nothing; a claim of an earlier epoch is worth 0
     epoch: int = 0
 
-    def fill(self, limit: Limit, now: float) -> None:
+    def refill(self, limit: Limit, now: float) -> None:
         """Add the inflow up to ``now``."""
         self.level = min(limit.capacity, self.level + limit.rate * max(0.0, now - self.filled_at_s))
         self.filled_at_s = max(now, self.filled_at_s)
@@ -134,7 +134,7 @@ def at_least_zero(amount: float) -> float:
     return amount if 0.0 < amount < math.inf else 0.0
 
 
-class ByWindow(Generic[T]):
+class TablesByWindow(Generic[T]):
     """A table for each calendar window of budgets, by when the window ends, in seconds since 1970. No entry is dropped
     before: it would be full again.
     """
@@ -151,19 +151,19 @@ class ByWindow(Generic[T]):
         """None if the window has no table."""
         return self._tables.get(ends_at_s)
 
-    def of(self, ends_at_s: float) -> T:
+    def get_or_create(self, ends_at_s: float) -> T:
         """A new one if the window has none."""
         found = self._tables.get(ends_at_s)
         if found is None:
             found = self._tables[ends_at_s] = self._new()
         return found
 
-    def forget(self, ended_by_s: float) -> list[T]:
+    def drop_ended(self, ended_by_s: float) -> list[T]:
         """Drop and return the tables of windows that had ended then."""
         return [self._tables.pop(one) for one in tuple(self._tables) if one <= ended_by_s]
 
 
-class Statement(msgspec.Struct, frozen=True):
+class BucketReport(msgspec.Struct, frozen=True):
     """This process's state of a bucket, in every message about it.
 
     ``most_left``: tokens that the bucket has at most, before what is owed. ``owed``: tokens that this process has used
@@ -200,7 +200,7 @@ class _Seen(msgspec.Struct, frozen=True):
     limit: Limit | None = None
 
 
-class StoreMemory:
+class SharedStoreCopy:
     """One process's copy of the levels in the shared store, and its debts to them.
 
     Each answer of the store has the levels of its buckets. While it does not answer, a bucket has at most that level
@@ -220,7 +220,7 @@ class StoreMemory:
     def __init__(self) -> None:
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         # of budgets, by when their window ends: none is dropped before, which would refill it
-        self._of_budgets: ByWindow[dict[str, _Seen]] = ByWindow(dict)
+        self._of_budgets: TablesByWindow[dict[str, _Seen]] = TablesByWindow(dict)
         # only buckets with debts that the store has not confirmed
         self._debts: OrderedDict[str, _Debt] = OrderedDict()
         # the totals of another debt begin here: above those of all debts that are forgotten
@@ -231,7 +231,7 @@ class StoreMemory:
         """Whether anything is owed."""
         return bool(self._debts)
 
-    def most_left(self, key: str, limit: Limit, now: float) -> float:
+    def max_level(self, key: str, limit: Limit, now: float) -> float:
         """Tokens that the bucket can have at most, before what is owed to it."""
         seen = self._last_seen(key, limit)
         if seen is None:
@@ -247,9 +247,9 @@ class StoreMemory:
         if debt is None:
             if amount <= 0:
                 return
-            own = Bucket(self.most_left(key, limit, now), now)
+            own = Bucket(self.max_level(key, limit, now), now)
             debt = self._debts[key] = _Debt(limit, self._begin, self._begin, self._begin, own)
-        debt.own.fill(limit, now)
+        debt.own.refill(limit, now)
         debt.own.level -= at_least_zero(amount)
         # a refund of what the store may have been charged already is lost: it may be as old as the outage
         debt.limit, debt.owed = limit, max(debt.sent, debt.owed + amount)
@@ -258,31 +258,38 @@ class StoreMemory:
         if len(self._debts) > _MOST_KEYS:
             self._forget(next(iter(self._debts)))
 
-    def unpaid(self, key: str, limit: Limit) -> float:
+    def unpaid_level(self, key: str, limit: Limit) -> float:
         """Of a budget, which does not fill: what ``most_left`` has and this process has used meanwhile."""
         debt = self._debts.get(key)
         return debt.owed - debt.told if debt is not None and limit.ends_at_s else 0.0
 
-    def state(self, key: str, limit: Limit, now: float) -> Statement:
+    def report(self, key: str, limit: Limit, now: float) -> BucketReport:
         """The Statement for a message that is sent now."""
-        most_left, debt, seen = self.most_left(key, limit, now), self._debts.get(key), self._last_seen(key, limit)
+        most_left, debt, seen = self.max_level(key, limit, now), self._debts.get(key), self._last_seen(key, limit)
         owed, told, uncovered = 0.0, 0.0, math.inf
         if debt is not None:
             owed = debt.sent = debt.owed
             told = debt.told
             if not limit.ends_at_s:
-                debt.own.fill(limit, now)
+                debt.own.refill(limit, now)
                 uncovered = max(0.0, most_left - debt.own.level)
-        return Statement(most_left, owed, told, uncovered, 0.0 if seen is None else seen.store_at_s)
+        return BucketReport(most_left, owed, told, uncovered, 0.0 if seen is None else seen.store_at_s)
 
-    def lower(self, key: str, limit: Limit, level: float, now: float) -> None:
+    def cap_level(self, key: str, limit: Limit, level: float, now: float) -> None:
         """A budget has no more than ``level`` left, from another source than the store."""
-        known = self._of_budgets.of(limit.ends_at_s)
+        known = self._of_budgets.get_or_create(limit.ends_at_s)
         if key not in known or known[key].level > level:
             known[key] = _Seen(level, now, 0.0, limit)
 
     def on_store_answer(
-        self, key: str, stated: Statement, level: float, *, store_at_s: float, now: float, budget: Limit | None = None
+        self,
+        key: str,
+        stated: BucketReport,
+        level: float,
+        *,
+        store_at_s: float,
+        now: float,
+        budget: Limit | None = None,
     ) -> None:
         """Record an answer: the store has charged what was ``stated``, and had ``level`` left at ``store_at_s`` by its
         clock. ``budget``: the bucket's limit, if it is that of a budget.
@@ -293,8 +300,8 @@ class StoreMemory:
             if debt.owed <= debt.told:
                 self._forget(key)
         if budget is not None and self._of_budgets.get(budget.ends_at_s) is None:
-            self._of_budgets.forget(store_at_s - SETTLED_BY_S)
-        known: dict[str, _Seen] = self._seen if budget is None else self._of_budgets.of(budget.ends_at_s)
+            self._of_budgets.drop_ended(store_at_s - SETTLED_BY_S)
+        known: dict[str, _Seen] = self._seen if budget is None else self._of_budgets.get_or_create(budget.ends_at_s)
         seen = known.get(key)
         if seen is not None and 0 < seen.store_at_s - store_at_s < _LONGEST_OVERTAKING_S:
             return
@@ -307,7 +314,7 @@ class StoreMemory:
         if len(self._seen) > _MOST_KEYS:
             self._seen.popitem(last=False)
 
-    def owing(self, most: int) -> list[tuple[str, Limit]]:
+    def buckets_in_debt(self, most: int) -> list[tuple[str, Limit]]:
         """At most ``most`` buckets with debts, the least recently returned first."""
         keys = [key for key, _ in zip(self._debts, range(most), strict=False)]
         for key in keys:

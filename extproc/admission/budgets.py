@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import ByWindow, Limit
-from extproc.admission.identity import named_callers
+from extproc.admission.buckets import Limit, TablesByWindow
+from extproc.admission.identity import caller_matcher
 from extproc.admission.limits import BudgetPart, Charge, Resource, amount_to_reserve
-from extproc.api.budgets import title
-from extproc.api.calendars import Window, window_of, zone_of
-from extproc.protocol import truncate_name
+from extproc.api.budgets import budget_title
+from extproc.api.calendars import CalendarWindow, calendar_window, parse_time_zone
+from extproc.wire_protocol import truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from extproc.admission.identity import Caller, NamedCallers
+    from extproc.admission.identity import Caller, CallerMatcher
     from extproc.admission.limits import Usage
     from extproc.api.authentication import ApiKey
     from extproc.api.budgets import Budget, KeyBudget
@@ -71,7 +71,7 @@ class BudgetKey(msgspec.Struct, frozen=True):
     name: str | None = ""
     is_alone: bool = False
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """As buckets, messages and Redis have it."""
         prefix = f"{ALONE if self.is_alone else ''}{_PREFIX}/{self.budget}/{self.window}/{self.resource}"
         return f"{prefix}/{_escaped(self.tenant)}/{_escaped(self.name)}"
@@ -98,7 +98,7 @@ class BudgetKey(msgspec.Struct, frozen=True):
         return "" if self.tenant is None or self.name is None else self.tenant
 
     @property
-    def shared(self) -> BudgetKey:
+    def wider_account(self) -> BudgetKey:
         """The next wider account: of its tenant, then of all tenants; itself if there is none."""
         if self.owner:
             return msgspec.structs.replace(self, name=None)
@@ -127,17 +127,17 @@ class BudgetAccounts:
     """
 
     def __init__(self) -> None:
-        self._windows: ByWindow[_Accounts] = ByWindow(_Accounts)
+        self._windows: TablesByWindow[_Accounts] = TablesByWindow(_Accounts)
         self._owners: Counter[str] = Counter()
         self.count = 0
 
-    def account(self, key: str, ends_at_s: float) -> str:
+    def account_key(self, key: str, ends_at_s: float) -> str:
         """The key of the bucket that is charged: ``key``, or one that is shared."""
-        window = self._windows.of(ends_at_s)
+        window = self._windows.get_or_create(ends_at_s)
         if key in window.keys or (found := BudgetKey.parse(key)) is None:
             return key
-        while (shared := found.shared) != found:
-            text = shared.text()
+        while (shared := found.wider_account) != found:
+            text = shared.to_text()
             if text not in window.shared and self._has_capacity(found.owner):
                 break
             window.shared.add(text)
@@ -151,7 +151,7 @@ class BudgetAccounts:
 
     def forget_ended(self, wall_s: float) -> None:
         """Forget those of windows that have ended."""
-        for gone in self._windows.forget(wall_s):
+        for gone in self._windows.drop_ended(wall_s):
             self._owners -= gone.owners
             self.count -= len(gone.keys)
 
@@ -178,20 +178,20 @@ class CompiledBudget:
         self.budget = budget
         self.name = f"{owner}/{budget.name}"
         self._accounts = accounts
-        self._zone = zone_of(budget.time_zone)
+        self._zone = parse_time_zone(budget.time_zone)
         self._is_global = budget.scope == "Global"
         self._needs_redis = self._is_global and budget.without_redis == "Refuse"
         named = budget.tenants or budget.users or budget.api_keys
-        self.callers: NamedCallers | None = (
-            named_callers(budget.tenants, budget.users, budget.api_keys) if named else None
+        self.callers: CallerMatcher | None = (
+            caller_matcher(budget.tenants, budget.users, budget.api_keys) if named else None
         )
-        self._window = Window(0, 0)
+        self._window = CalendarWindow(0, 0)
         self._maxima: list[_Maximum] = []
 
-    def window(self, wall_s: float) -> Window:
+    def open_window(self, wall_s: float) -> CalendarWindow:
         """The window that is open."""
         if not self._window.start_s <= wall_s < self._window.end_s:
-            self._window = window_of(wall_s, self.budget.window, self._zone)
+            self._window = calendar_window(wall_s, self.budget.window, self._zone)
             self._maxima = list(self._maxima_of(self._window))
         return self._window
 
@@ -199,11 +199,11 @@ class CompiledBudget:
         """One for each amount that the budget limits, with nothing reserved. None: one of those who have no account of
         their own.
         """
-        end_s, subject = self.window(wall_s).end_s, self._subject(tenant, user, api_key)
+        end_s, subject = self.open_window(wall_s).end_s, self._subject(tenant, user, api_key)
         account = f"{_escaped(subject[0])}/{_escaped(subject[1])}"
         return [
             Charge(
-                self._accounts.account(one.prefix + account, end_s),
+                self._accounts.account_key(one.prefix + account, end_s),
                 one.limit,
                 one.resource,
                 0.0,
@@ -226,7 +226,7 @@ class CompiledBudget:
             case "Route":
                 return "", ""
 
-    def _maxima_of(self, window: Window) -> Iterable[_Maximum]:
+    def _maxima_of(self, window: CalendarWindow) -> Iterable[_Maximum]:
         budget = self.budget
         for field, resource in _MAXIMA.items():
             most = getattr(budget.max, field)
@@ -237,12 +237,12 @@ class CompiledBudget:
             unit = budget.currency if field == "money" else resource.replace("_", " ")
             yield _Maximum(
                 resource,
-                BudgetKey(self.name, f"{window.start_s}-{window.end_s}", resource).text().removesuffix("/"),
+                BudgetKey(self.name, f"{window.start_s}-{window.end_s}", resource).to_text().removesuffix("/"),
                 Limit(0.0, capacity, float(window.end_s)),
                 BudgetPart(
                     self.name,
                     budget.name,
-                    title(budget.name, "this API key"),
+                    budget_title(budget.name, "this API key"),
                     _HOLDERS[budget.per],
                     budget.window.lower(),
                     unit,
@@ -251,17 +251,17 @@ class CompiledBudget:
             )
 
 
-class BudgetsOfKeys(msgspec.Struct, frozen=True):
+class ApiKeyBudgets(msgspec.Struct, frozen=True):
     """Budgets that API keys have themselves. ``by_key``: by the name of the key. ``every``: all of them, each once."""
 
     by_key: Mapping[str, Sequence[CompiledBudget]] = MappingProxyType({})
     every: Sequence[CompiledBudget] = ()
 
 
-_OF_NO_KEYS: Final = BudgetsOfKeys()
+_OF_NO_KEYS: Final = ApiKeyBudgets()
 
 
-def compile_keys(keys: Iterable[ApiKey], accounts: BudgetAccounts) -> BudgetsOfKeys:
+def compile_key_budgets(keys: Iterable[ApiKey], accounts: BudgetAccounts) -> ApiKeyBudgets:
     """The budgets that keys have themselves, by their names. Equal ones are one object: each key has its own accounts
     there.
     """
@@ -273,7 +273,7 @@ def compile_keys(keys: Iterable[ApiKey], accounts: BudgetAccounts) -> BudgetsOfK
                 if one not in known:
                     known[one] = CompiledBudget(GATEWAY, one.budget(), accounts)
             found[key.name] = tuple(known[one] for one in key.budgets)
-    return BudgetsOfKeys(found, tuple(known.values()))
+    return ApiKeyBudgets(found, tuple(known.values()))
 
 
 class CallerAccounts(msgspec.Struct, frozen=True):
@@ -307,7 +307,7 @@ class BudgetSet:
     ``has_any``: whether there are any.
     """
 
-    def __init__(self, *groups: Sequence[CompiledBudget], of_keys: BudgetsOfKeys = _OF_NO_KEYS) -> None:
+    def __init__(self, *groups: Sequence[CompiledBudget], of_keys: ApiKeyBudgets = _OF_NO_KEYS) -> None:
         self._groups = [group for group in groups if group]
         self._of_keys = of_keys
         # where no budget names callers, all but those of keys are everybody's
@@ -315,14 +315,14 @@ class BudgetSet:
         self._everybodys = every if all(one.callers is None for one in every) else None
         self.has_any = bool(every or of_keys.every)
 
-    def budgets_of(self, caller: Caller) -> list[CompiledBudget]:
+    def budgets_for(self, caller: Caller) -> list[CompiledBudget]:
         """Those that apply to the caller."""
         if self._everybodys is not None:
             return [*self._everybodys, *self._of_keys.by_key.get(caller.api_key, ())]
         found: list[CompiledBudget] = []
         names = truncate_name(caller.tenant), truncate_name(caller.user), caller.api_key
         for group in self._groups:
-            named = [one for one in group if one.callers is not None and one.callers.include(*names)]
+            named = [one for one in group if one.callers is not None and one.callers.matches(*names)]
             found += named
             found += [one for one in group if one.callers is None and not (one.budget.others and named)]
         found += self._of_keys.by_key.get(caller.api_key, ())
@@ -336,8 +336,8 @@ class BudgetSet:
 
     def accounts(self, caller: Caller, wall_s: float) -> CallerAccounts:
         """Those of the caller, of all budgets that apply."""
-        budgets = self.budgets_of(caller)
-        windows = [one.window(wall_s) for one in budgets]
+        budgets = self.budgets_for(caller)
+        windows = [one.open_window(wall_s) for one in budgets]
         return CallerAccounts(
             [
                 charge

@@ -186,14 +186,14 @@ class TenantShares:
         """By row, the flows of the same tenant."""
         return np.equal(self._tenants, int(self._tenants[flow]))
 
-    def begins_waiting(self, flow: int) -> None:
+    def on_waiting_started(self, flow: int) -> None:
         """A flow without waiting requests is about to get one."""
         row = int(self._tenants[flow])
         if not self._waiting[row]:
             self.policy.activate(row, self._waiting > 0)
         self._waiting[row] += 1
 
-    def ends_waiting(self, flow: int) -> None:
+    def on_waiting_ended(self, flow: int) -> None:
         """The flow's last waiting request is gone."""
         self._waiting[self._tenants[flow]] -= 1
 

@@ -99,7 +99,7 @@ class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
     holders: tuple[tuple[int, float], ...] = ()
 
     @property
-    def rows(self) -> Bools | None:
+    def eligible_rows(self) -> Bools | None:
         """The endpoints that may serve it now; None: all."""
         return None if self.eligible is None else self.eligible()
 
@@ -117,7 +117,7 @@ class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
 class OrderingPolicy(Protocol):
     """Orders the waiting requests of a flow. ``ageing_s`` of each policy bounds the delay that it adds."""
 
-    def key(self, queued: QueuedRequest) -> float:
+    def order_key(self, queued: QueuedRequest) -> float:
         """The request's key; the smallest goes first."""
         ...
 
@@ -132,7 +132,7 @@ class FirstCome:
     def __init__(self, ageing_s: float) -> None:
         """``ageing_s`` is not used: there is no delay to bound."""
 
-    def key(self, queued: QueuedRequest) -> float:
+    def order_key(self, queued: QueuedRequest) -> float:
         """The arrival time."""
         return queued.arrived_at_s
 
@@ -149,7 +149,7 @@ class Deadline:
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
 
-    def key(self, queued: QueuedRequest) -> float:
+    def order_key(self, queued: QueuedRequest) -> float:
         """The time at which the first token is due."""
         return min(queued.deadline_at_s, queued.arrived_at_s + self._ageing_s)
 
@@ -166,7 +166,7 @@ class ShortestFirst:
     def __init__(self, ageing_s: float) -> None:
         self._ageing_s = ageing_s
 
-    def key(self, queued: QueuedRequest) -> float:
+    def order_key(self, queued: QueuedRequest) -> float:
         """1 ms of delay for each uncached token."""
         return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_TOKEN * queued.uncached_tokens)
 
@@ -181,7 +181,7 @@ class SessionBoost:
         self._ageing_s = ageing_s
         self._ended_at_s: OrderedDict[str, float] = OrderedDict()
 
-    def key(self, queued: QueuedRequest) -> float:
+    def order_key(self, queued: QueuedRequest) -> float:
         """The delay grows with the session's silence before the request, up to the ageing bound."""
         ended_at_s = self._ended_at_s.get(queued.session)
         silent_s = self._ageing_s if ended_at_s is None else max(0.0, queued.arrived_at_s - ended_at_s)
@@ -204,7 +204,7 @@ class LeastAttained:
         self._ageing_s = ageing_s
         self._attained: OrderedDict[str, float] = OrderedDict()
 
-    def key(self, queued: QueuedRequest) -> float:
+    def order_key(self, queued: QueuedRequest) -> float:
         """0.1 ms of delay for each token that the program has received."""
         attained = self._attained.get(queued.session, 0.0)
         return queued.arrived_at_s + min(self._ageing_s, _SECONDS_A_SERVED_TOKEN * attained)
@@ -362,7 +362,7 @@ class Flows:
         """The rows with a waiting request."""
         return self.heads.waiting
 
-    def row_of(self, key: FlowKey) -> int:
+    def assign_row(self, key: FlowKey) -> int:
         """The row of a flow; a new flow is given one."""
         row = self._rows.get(key)
         if row is None:
@@ -373,12 +373,12 @@ class Flows:
 
     def add(self, queued: QueuedRequest) -> None:
         """Add a waiting request."""
-        row = self.row_of(queued.flow)
+        row = self.assign_row(queued.flow)
         if not self.heads.waiting[row]:
             self._begin_waiting(row)
         self._numbers += 1
         self.requests += 1
-        self._flows[row].add(self.order.key(queued), self._numbers, queued)
+        self._flows[row].add(self.order.order_key(queued), self._numbers, queued)
         self._tickets[queued.ticket] = row
         if self._locality is not None:
             self._locality.add(queued)
@@ -418,11 +418,11 @@ class Flows:
             return tickets[match.ticket], match
         return policy.longest_match(payable, heads), None
 
-    def in_order(self, row: int) -> Iterator[QueuedRequest]:
+    def ordered_requests(self, row: int) -> Iterator[QueuedRequest]:
         """The waiting requests of the flow at ``row``, in order."""
         return self._flows[row].in_order()
 
-    def newest_of_largest(self) -> QueuedRequest:
+    def eviction_candidate(self) -> QueuedRequest:
         """The request to evict when the queue is full: the newest of the largest flow of the tenant with most
         waiting.
         """
@@ -432,7 +432,7 @@ class Flows:
 
     def begin_service(self, key: FlowKey, service: float, now: float) -> None:
         """A request of the flow is dispatched. ``service``: its expected cost, over the flow's weight."""
-        row = self.row_of(key)
+        row = self.assign_row(key)
         self.running[row] += 1
         self.policy.charge(row, service, now)
         if self.tenants is not None:
@@ -450,7 +450,7 @@ class Flows:
     def _begin_waiting(self, row: int) -> None:
         waiting = self.heads.waiting
         if self.tenants is not None:
-            self.tenants.begins_waiting(row)
+            self.tenants.on_waiting_started(row)
             waiting = waiting & self.tenants.siblings(row)
         self.policy.activate(row, waiting)
 
@@ -461,7 +461,7 @@ class Flows:
         heads, head = self.heads, self._flows[row].head()
         self._sizes[row] = len(self._flows[row].members)
         if self.tenants is not None and heads.waiting[row] and head is None:
-            self.tenants.ends_waiting(row)
+            self.tenants.on_waiting_ended(row)
         heads.waiting[row] = head is not None
         if head is not None:
             heads.keys[row], heads.cached[row] = head[0], head[2].cached_tokens

@@ -18,7 +18,7 @@ import msgspec
 
 from extproc.api.snapshot import cache_isolation_of
 from extproc.api.spec import namespace_of, object_key
-from extproc.protocol import (
+from extproc.wire_protocol import (
     ANONYMOUS,
     CLIENT,
     DEADLINE_MS,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.snapshot import Snapshot
-    from extproc.request.model import InferenceRequest
+    from extproc.request.inference_request import InferenceRequest
 
 _MAX_TARGET_MS: Final = 86_400_000.0
 # Headers by which a caller is known.
@@ -46,12 +46,12 @@ _OF_CALLERS: Final = frozenset(
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 
 
-def name_in(headers: Mapping[str, str], header: str) -> str:
+def read_name(headers: Mapping[str, str], header: str) -> str:
     """The value of a header, shortened to a bounded length; empty if it is missing."""
     return truncate_name(headers.get(header.lower(), ""))
 
 
-def verified_name_in(headers: Mapping[str, str], header: str) -> str:
+def read_verified_name(headers: Mapping[str, str], header: str) -> str:
     """A name that Envoy has written, as configuration spells it: Envoy writes UTF-8, and headers are read as
     Latin-1.
     """
@@ -65,14 +65,14 @@ def verified_name_in(headers: Mapping[str, str], header: str) -> str:
     return truncate_name(value)
 
 
-class NamedCallers(msgspec.Struct, frozen=True):
+class CallerMatcher(msgspec.Struct, frozen=True):
     """The callers that a rule or a limit of the configuration names, truncated as callers' names are; None: any."""
 
     tenants: frozenset[str] | None
     users: frozenset[str] | None
     api_keys: frozenset[str] | None
 
-    def include(self, tenant: str, user: str, api_key: str) -> bool:
+    def matches(self, tenant: str, user: str, api_key: str) -> bool:
         """Whether the caller with these truncated names is one of them."""
         return (
             (self.tenants is None or tenant in self.tenants)
@@ -81,10 +81,10 @@ class NamedCallers(msgspec.Struct, frozen=True):
         )
 
 
-def named_callers(tenants: Collection[str], users: Collection[str], api_keys: Collection[str]) -> NamedCallers:
+def caller_matcher(tenants: Collection[str], users: Collection[str], api_keys: Collection[str]) -> CallerMatcher:
     """Names of a configuration; an empty collection names any caller."""
     kept = (frozenset(map(truncate_name, names)) if names else None for names in (tenants, users, api_keys))
-    return NamedCallers(*kept)
+    return CallerMatcher(*kept)
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -122,7 +122,7 @@ ANONYMOUS_CALLER: Final = Caller()
 ANONYMOUS_SUBJECT: Final = Subject(ANONYMOUS)
 
 
-class Identities:
+class IdentityResolver:
     """Resolves callers with the API keys and objectives of the configuration."""
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -133,7 +133,9 @@ class Identities:
         self._key_ids = {one.name: one.usage_id for one in keys}
         self._objectives = {one.metadata.key: one.spec.priority for one in snapshot.objectives}
 
-    def subject(self, headers: Mapping[str, str], claims: Mapping[str, Collection[str]] = _NO_CLAIMS) -> Subject:
+    def resolve_subject(
+        self, headers: Mapping[str, str], claims: Mapping[str, Collection[str]] = _NO_CLAIMS
+    ) -> Subject:
         """The authenticated caller, for authorisation. ``headers`` and ``claims``: of a request from a trusted
         gateway.
         """
@@ -141,10 +143,10 @@ class Identities:
         key = self._keys.get(name)
         if key is not None:
             return Subject(truncate_name(key.tenant), truncate_name(key.user), name, claims)
-        tenant = verified_name_in(headers, TENANT) or ANONYMOUS
-        return Subject(tenant, verified_name_in(headers, USER), name, claims)
+        tenant = read_verified_name(headers, TENANT) or ANONYMOUS
+        return Subject(tenant, read_verified_name(headers, USER), name, claims)
 
-    def caller(self, headers: Mapping[str, str], *, server: str) -> Caller:
+    def resolve_caller(self, headers: Mapping[str, str], *, server: str) -> Caller:
         """The caller by a request's headers, which a gateway wrote that is trusted.
 
         ``server``: the ModelServer, in whose namespace the request's InferenceObjective is looked up.
@@ -153,10 +155,10 @@ class Identities:
         headers = {name: headers[name] for name in headers if name in _OF_CALLERS}
         key = self._keys.get(headers.get(CLIENT, ""))
         objective = _first(headers, OBJECTIVES)
-        tenant = key.tenant if key is not None else verified_name_in(headers, TENANT) or ANONYMOUS
+        tenant = key.tenant if key is not None else read_verified_name(headers, TENANT) or ANONYMOUS
         return Caller(
             tenant=tenant,
-            user=key.user if key is not None else verified_name_in(headers, USER),
+            user=key.user if key is not None else read_verified_name(headers, USER),
             api_key="" if key is None else key.name,
             # an unknown objective counts as priority 0, as in llm-d
             priority=self._objectives.get(object_key(namespace_of(server), objective), 0) if objective else None,

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from extproc.admission.buckets import Limit, Reservation
-from extproc.admission.identity import NamedCallers, named_callers
+from extproc.admission.identity import CallerMatcher, caller_matcher
 from extproc.api.admission import Unit
 from extproc.api.pricing import TokenCounts, cost_micros
-from extproc.protocol import ANONYMOUS, truncate_name
+from extproc.wire_protocol import ANONYMOUS, truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,13 +50,13 @@ Resource = Literal["requests", "input_tokens", "output_tokens", "total_tokens", 
 RESOURCES: Final[tuple[Resource, ...]] = ("requests", "input_tokens", "output_tokens", "total_tokens")
 
 
-class ChosenNames:
+class ClientChosenNames:
     """The names in use, by their owners."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, OrderedDict[str, float]] = OrderedDict()
 
-    def account(self, owner: str, name: str, now: float, *, idle_s: float) -> str:
+    def account_name(self, owner: str, name: str, now: float, *, idle_s: float) -> str:
         """The account of ``name``: its hash, the same in every process, or OTHERS.
 
         ``owner``: the tenant whose bound applies. ``idle_s``: a name that was unused for so long may be replaced.
@@ -99,17 +99,17 @@ class Usage(msgspec.Struct, frozen=True):
         """Input and output."""
         return self.input_tokens + self.output_tokens
 
-    def of(self, resource: Resource) -> float:
+    def amount_of(self, resource: Resource) -> float:
         """The amount of ``resource`` in this usage."""
         amount: float = getattr(self, resource)
         return amount
 
-    def priced(self, price: Price | None, *, cached: int = 0, written: int = 0, reasoning: int = 0) -> Usage:
+    def with_cost(self, price: Price | None, *, cached: int = 0, written: int = 0, reasoning: int = 0) -> Usage:
         """With its cost by ``price``; the keywords are parts of its tokens."""
         if price is None:
             return self
         counts = TokenCounts(math.ceil(self.input_tokens), cached, written, math.ceil(self.output_tokens), reasoning)
-        known = None if self.known is None else self.known.priced(price)
+        known = None if self.known is None else self.known.with_cost(price)
         return Usage(self.input_tokens, self.output_tokens, known, float(cost_micros(price, counts)))
 
 
@@ -173,27 +173,27 @@ class Grant(msgspec.Struct, frozen=True):
     owed: Sequence[Charge] = ()
 
 
-class StoreAway(msgspec.Struct, frozen=True):
+class StoreUnavailable(msgspec.Struct, frozen=True):
     """The shared store does not answer. ``most_left``: for each charge, what its bucket has left at most."""
 
     most_left: Sequence[float]
 
 
-def _callers(limit: RateLimit) -> NamedCallers | None:
+def _callers(limit: RateLimit) -> CallerMatcher | None:
     """Whom the limit names; None: nobody in particular."""
     named = limit.tenants or limit.users or limit.api_keys
-    return named_callers(limit.tenants, limit.users, limit.api_keys) if named else None
+    return caller_matcher(limit.tenants, limit.users, limit.api_keys) if named else None
 
 
 class RouteLimits:
     """The limits of one ModelRoute."""
 
-    def __init__(self, route: ModelRoute, names: ChosenNames | None = None) -> None:
+    def __init__(self, route: ModelRoute, names: ClientChosenNames | None = None) -> None:
         """``names``: the values of headers that are in use, kept over changes of the route."""
         self._route = route.metadata.key
         # with its number, which its buckets are called by, and whom it names
         self._limits = [(index, limit, _callers(limit)) for index, limit in enumerate(route.spec.rate_limits)]
-        self._names = ChosenNames() if names is None else names
+        self._names = ClientChosenNames() if names is None else names
 
     def charges(self, caller: Caller, headers: Mapping[str, str], usage: Usage, now: float = 0.0) -> list[Charge]:
         """One charge for each amount that the limits name."""
@@ -216,7 +216,7 @@ class RouteLimits:
 
     def _limits_of(self, caller: Caller) -> list[tuple[int, RateLimit]]:
         names = truncate_name(caller.tenant), truncate_name(caller.user), caller.api_key
-        named = {index for index, _, callers in self._limits if callers is not None and callers.include(*names)}
+        named = {index for index, _, callers in self._limits if callers is not None and callers.matches(*names)}
         return [
             (index, limit)
             for index, limit, callers in self._limits
@@ -241,7 +241,7 @@ class RouteLimits:
                 owner = f"{self._route}/{index}/{caller.tenant}"
                 value = headers.get((limit.header or "").lower(), "")
                 # an empty bucket is full again after this time
-                name = self._names.account(owner, value, now, idle_s=limit.burst * limit.unit_s)
+                name = self._names.account_name(owner, value, now, idle_s=limit.burst * limit.unit_s)
                 which = "further values" if name == OTHERS else "this value"
                 return f"{caller.tenant}{CHOSEN}{name}", f"{which} of {limit.header}"
             case "Route":
@@ -269,10 +269,10 @@ def key_charges(limits: Sequence[KeyRateLimit], caller: Caller, usage: Usage) ->
 
 def amount_to_reserve(usage: Usage, resource: Resource, limit: Limit) -> float:
     """The amount to reserve. An estimate alone must not make a request larger than the whole bucket."""
-    amount, known = usage.of(resource), usage.known
+    amount, known = usage.amount_of(resource), usage.known
     if known is None or amount <= limit.capacity:
         return amount
-    return max(known.of(resource), limit.capacity)
+    return max(known.amount_of(resource), limit.capacity)
 
 
 def _limit(limit: RateLimit | KeyRateLimit, amount: int) -> Limit:

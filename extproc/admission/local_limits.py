@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import SETTLED_BY_S, Bucket, BucketLevel, ByWindow, Limit
+from extproc.admission.buckets import SETTLED_BY_S, Bucket, BucketLevel, Limit, TablesByWindow
 from extproc.admission.budgets import BudgetAccounts
 from extproc.admission.limits import CHOSEN, MOST_NAMES, Charge, Grant
-from extproc.admission.refusals import refusal
+from extproc.admission.refusals import limit_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,32 +43,34 @@ class LocalLimits:
         # of names that clients have chosen, by the prefix of the name: they can evict only their own kind
         self._chosen: OrderedDict[str, OrderedDict[str, _NamedBucket]] = OrderedDict()
         # of budgets: none is dropped before its window has ended, and requests that began in it have
-        self._budgets: ByWindow[dict[str, _NamedBucket]] = ByWindow(dict)
+        self._budgets: TablesByWindow[dict[str, _NamedBucket]] = TablesByWindow(dict)
         # of budgets, what running requests of other processes have reserved: by process and key
         self._reserved: dict[str, dict[str, tuple[Limit, float]]] = {}
         # how often levels have changed other than by inflow
         self.changes = 0
 
     @property
-    def buckets(self) -> int:
+    def bucket_count(self) -> int:
         """How many there are."""
         tables = (self._buckets, *self._chosen.values(), *self._budgets)
         return sum(len(table) for table in tables)
 
-    def reserve(self, charges: Sequence[Charge], now: float, unheard: Callable[[str], float] = lambda _: 0.0) -> Grant:
+    def reserve(
+        self, charges: Sequence[Charge], now: float, unseen_amount: Callable[[str], float] = lambda _: 0.0
+    ) -> Grant:
         """Reserve all charges or none; raises RateLimited or BudgetSpent. The grant's charges name the buckets that
-        were charged. ``unheard``: what others have taken of a bucket that its level has not subtracted.
+        were charged. ``unseen_amount``: what others have taken of a bucket that its level has not subtracted.
         """
         owned, buckets, levels, is_short = [], [], [], False
         for charge in charges:
             key, bucket = self._bucket(charge.key, charge.limit, now)
-            taken = unheard(key)
+            taken = unseen_amount(key)
             is_short = is_short or bucket.shortfall(charge.needed_level + taken) > 0
             owned.append(charge if key == charge.key else msgspec.structs.replace(charge, key=key))
             buckets.append(bucket)
             levels.append(bucket.level - taken)
         if is_short:
-            raise refusal(owned, levels)
+            raise limit_refusal(owned, levels)
         self.changes += 1
         claims = []
         for index, bucket in enumerate(buckets):
@@ -85,7 +87,7 @@ class LocalLimits:
             bucket = self._budget_bucket(key, limit) if limit.ends_at_s else self._rate_bucket(key, limit, now)
             # a budget's window that has ended long ago is forgotten, and its use with it
             if bucket is not None:
-                bucket.settle(claim, 0.0 if used is None else used.of(charge.resource))
+                bucket.settle(claim, 0.0 if used is None else used.amount_of(charge.resource))
 
     def spend(self, key: str, limit: Limit, amount: float, now: float) -> None:
         """``amount`` was used, or refunded if negative, and nothing is reserved for it here."""
@@ -93,7 +95,7 @@ class LocalLimits:
         self.changes += 1
         bucket.level = min(limit.capacity, bucket.level - amount)
 
-    def spent_elsewhere(
+    def on_remote_spend(
         self, origin: str, key: str, limit: Limit, amount: float, now: float, *, reserved: float = 0.0
     ) -> None:
         """The process ``origin`` on this machine has taken ``amount``, or refunded it if negative. ``reserved``: by how
@@ -106,12 +108,12 @@ class LocalLimits:
             self._set_reserved(origin, key, limit, known + reserved)
         self.spend(key, limit, amount, now)
 
-    def give_back(self, origin: str, now: float) -> None:
+    def on_process_gone(self, origin: str, now: float) -> None:
         """The process ``origin`` is gone: what its requests have used is charged when it becomes known."""
         for key, (limit, amount) in self._reserved.pop(origin, {}).items():
             self.spend(key, limit, -amount, now)
 
-    def ingest(self, origin: str, levels: Sequence[BucketLevel], now: float) -> None:
+    def merge_levels(self, origin: str, levels: Sequence[BucketLevel], now: float) -> None:
         """Lower the buckets to the ``levels`` of the process ``origin``, and to what is reserved of them."""
         self.changes += 1
         for one in levels:
@@ -135,7 +137,7 @@ class LocalLimits:
         ]
         most = MOST_LEVELS + len(found)
         for key, bucket in islice(self._last_used(), 2 * MOST_LEVELS):
-            bucket.fill(bucket.limit, now)
+            bucket.refill(bucket.limit, now)
             if bucket.level < bucket.limit.capacity:
                 found.append(BucketLevel(key, bucket.limit, bucket.level))
             if len(found) == most:
@@ -173,22 +175,22 @@ class LocalLimits:
         key, limit = charge.key, charge.limit
         bucket = self._budget_bucket(key, limit)
         if bucket is None:
-            bucket = self._budget_bucket(self._accounts.account(key, limit.ends_at_s), limit)
+            bucket = self._budget_bucket(self._accounts.account_key(key, limit.ends_at_s), limit)
         return limit.capacity if bucket is None else bucket.level
 
     def forget_ended(self, wall_s: float) -> None:
         """Forget the windows of budgets that have ended some time ago: requests that run still have begun in them."""
         self._accounts.forget_ended(wall_s)
-        self._budgets.forget(wall_s - SETTLED_BY_S)
+        self._budgets.drop_ended(wall_s - SETTLED_BY_S)
 
-    def peek(self, now: float, most: int) -> list[BucketLevel]:
+    def recent_levels(self, now: float, most: int) -> list[BucketLevel]:
         """The levels of the buckets that were used last, at most ``most``; nothing changes."""
         return [
             BucketLevel(key, one.limit, min(one.limit.capacity, one.level + one.limit.rate * (now - one.filled_at_s)))
             for key, one in islice(self._last_used(), most)
         ]
 
-    def lower(self, levels: Sequence[BucketLevel], now: float) -> None:
+    def cap_levels(self, levels: Sequence[BucketLevel], now: float) -> None:
         """Lower the buckets to levels from another source."""
         self.changes += 1
         for one in levels:
@@ -204,10 +206,10 @@ class LocalLimits:
         """The bucket of ``key``, and its own key: of a budget beyond the bounds of accounts, that of a shared one."""
         if not limit.ends_at_s:
             return key, self._rate_bucket(key, limit, now)
-        window = self._budgets.of(limit.ends_at_s)
+        window = self._budgets.get_or_create(limit.ends_at_s)
         bucket = window.get(key)
         if bucket is None:
-            key = self._accounts.account(key, limit.ends_at_s)
+            key = self._accounts.account_key(key, limit.ends_at_s)
             bucket = window.get(key)
         if bucket is None:
             bucket = window[key] = _NamedBucket(limit.capacity, now, limit=limit)
@@ -227,7 +229,7 @@ class LocalLimits:
         else:
             table.move_to_end(key)
             bucket.limit = limit
-        bucket.fill(limit, now)
+        bucket.refill(limit, now)
         return bucket
 
     def _budget_bucket(self, key: str, limit: Limit) -> _NamedBucket | None:

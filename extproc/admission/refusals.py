@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from extproc.admission.budgets import BudgetKey
-from extproc.api.budgets import EVERY, title
+from extproc.api.budgets import EVERY, budget_title
 from extproc.api.quantities import money_text
 from extproc.errors import BudgetSpent, LimitsUnavailable, RateLimited
-from extproc.protocol import BUDGET_HEADERS
+from extproc.wire_protocol import BUDGET_HEADERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BUDGET_REMAINING, BUDGET_WARNING = BUDGET_HEADERS
 
 
-def refusal(charges: Sequence[Charge], levels: Sequence[float]) -> Refusal:
+def limit_refusal(charges: Sequence[Charge], levels: Sequence[float]) -> Refusal:
     """The error for charges that buckets at ``levels`` cannot grant; it names the one with the longest wait."""
     shortfalls = [charge.needed_level - level for charge, level in zip(charges, levels, strict=True)]
     waits = [
@@ -103,14 +103,14 @@ def budget_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[s
     return headers
 
 
-def soft_line(charge: Charge, level: float) -> str:
+def soft_budget_warning(charge: Charge, level: float) -> str:
     """For the operator: a caller has passed the soft share of its budget."""
     budget, key = charge.budget, BudgetKey.parse(charge.key)
     if budget is None or key is None:
         return ""
     used, most = charge.limit.capacity - level, charge.limit.capacity
     whose = f"the {budget.holder} {key.caller}" if key.caller else "all callers"
-    shown = title(budget.name, "the key itself")
+    shown = budget_title(budget.name, "the key itself")
     begin = f"budget {budget.key}" if shown == budget.name else shown
     return (
         f"{begin}: {whose} has reserved or used {used / most:.0%} of {amount_text(charge, most)} for this"
@@ -118,7 +118,7 @@ def soft_line(charge: Charge, level: float) -> str:
     )
 
 
-def unavailable() -> LimitsUnavailable:
+def limits_unavailable() -> LimitsUnavailable:
     """The error while Redis does not answer, for limits with ``withoutRedis: Refuse``."""
     return LimitsUnavailable("Rate limits cannot be checked at the moment; try again soon.", retry_after_s=1)
 
@@ -140,7 +140,7 @@ def rate_limit_headers(charges: Sequence[Charge], levels: Sequence[float]) -> di
     return headers
 
 
-def granted_headers(grants: Sequence[Grant]) -> dict[str, str]:
+def headers_of_grants(grants: Sequence[Grant]) -> dict[str, str]:
     """The same headers for granted reservations."""
     if len(grants) == 1:
         return _headers(grants[0].charges, grants[0].levels)

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.endpoints.avoidance import preferred
+from extproc.endpoints.breaker_ranks import least_ranked
 from extproc.endpoints.engine_reports import report_trust
-from extproc.endpoints.ledger import backlogs
+from extproc.endpoints.in_flight import backlogs
 from extproc.endpoints.table import Bools
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ RECHECK_S: Final = 1.0
 LOOK_S: Final = 0.001
 
 
-class Stages(msgspec.Struct, frozen=True):
+class PrefillDecodeRows(msgspec.Struct, frozen=True):
     """The rows of prefill and of decode endpoints, and the ``group`` of each row; a pair must be in one group."""
 
     prefill: Bools
@@ -66,7 +66,7 @@ class EndpointHeadroom:
     """
 
     def __init__(
-        self, table: EndpointTable, limits: SaturationLimits, now: float, stages: Stages | None = None
+        self, table: EndpointTable, limits: SaturationLimits, now: float, stages: PrefillDecodeRows | None = None
     ) -> None:
         """``stages``: set if a request needs a prefill and a decode endpoint."""
         self._table = table
@@ -92,7 +92,7 @@ class EndpointHeadroom:
         # once one endpoint has room, a slightly fuller one with a cached prefix may be worth the wait
         return rows | self._fitting(self._allowed, queued) if queued.cached_tokens else rows
 
-    def set_aside(self, queued: QueuedRequest) -> None:
+    def reserve_for(self, queued: QueuedRequest) -> None:
         """Keep the endpoint that will first have room for ``queued`` free from the requests behind it."""
         candidates = self._eligible(self._candidates, queued)
         if candidates.any():
@@ -109,7 +109,7 @@ class EndpointHeadroom:
         return self._now + min(RECHECK_S, soonest)
 
     def _eligible(self, candidates: Bools, queued: QueuedRequest) -> Bools:
-        rows = queued.rows
+        rows = queued.eligible_rows
         return candidates if rows is None else candidates & rows
 
     def _fitting(self, candidates: Bools, queued: QueuedRequest) -> Bools:
@@ -168,10 +168,10 @@ def _usable(table: EndpointTable, now: float) -> Bools:
     if table.has_draining:
         staying = candidates & table.not_draining()
         candidates = staying if staying.any() else candidates
-    return preferred(table, candidates, now)
+    return least_ranked(table, candidates, now)
 
 
-class Ceilings(Protocol):
+class BandCeilings(Protocol):
     """Whether a band may send. Bands are numbered, the highest priority first."""
 
     def on_arrival(self, band: int) -> None:
@@ -250,6 +250,6 @@ class SoftReflectiveCeilings:
         return 1 - above * saturation / others if above else 1.0
 
 
-def ceilings_of(control: FlowControl, bands: Sequence[float]) -> Ceilings:
+def make_ceilings(control: FlowControl, bands: Sequence[float]) -> BandCeilings:
     """``bands``: the configured ceiling of each, the highest priority first."""
     return SoftReflectiveCeilings(len(bands)) if control.ceilings == "SoftReflective" else FixedCeilings(bands)

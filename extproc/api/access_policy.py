@@ -14,14 +14,14 @@ import msgspec
 from extproc.api import spec as patterns
 from extproc.api.admission import CallerNames
 from extproc.api.authentication import Claim, ModelPattern
-from extproc.api.schema import suggest
-from extproc.api.spec import API_VERSION, DirectoryObject, Name, NonEmpty, Rule, Spec, namespace_of, object_key
+from extproc.api.schema import suggest_similar
+from extproc.api.spec import API_VERSION, CelRule, DirectoryObject, Name, NonEmpty, Spec, namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.documents import DirectoryObjects
     from extproc.api.errors import Finding, Path
+    from extproc.api.yaml_documents import DirectoryObjects
 
 _OURS: Final = API_VERSION.partition("/")[0]
 _GATEWAY_API: Final = "gateway.networking.k8s.io"
@@ -41,11 +41,11 @@ TARGET_GROUPS: Final = MappingProxyType(
 TargetKind = Literal["GatewayConfig", "Gateway", "HTTPRoute", "GRPCRoute", "InferencePool", "ModelRoute", "ModelServer"]
 _Patterns = Annotated[tuple[ModelPattern, ...], msgspec.Meta(max_length=1000)]
 _ServerPattern = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=patterns.WILDCARD)]
-_SECTIONED: Final = Rule(
+_SECTIONED: Final = CelRule(
     "!has(self.sectionName) || self.kind in ['Gateway', 'GatewayConfig']",
     "sectionName names a listener; write it with kind Gateway or GatewayConfig alone",
 )
-_GROUPED: Final = Rule(
+_GROUPED: Final = CelRule(
     "self.group == (self.kind in ['Gateway', 'HTTPRoute', 'GRPCRoute'] ? 'gateway.networking.k8s.io' : "
     "self.kind == 'InferencePool' ? 'inference.networking.k8s.io' : 'attache.dev')",
     "the kind is of another group; Gateway, HTTPRoute and GRPCRoute are of gateway.networking.k8s.io, InferencePool is "
@@ -87,7 +87,7 @@ class AccessCallers(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "has(self.tenants) || has(self.users) || has(self.apiKeys) || has(self.claims)",
             "write tenants, users, apiKeys or claims; leave out from for everybody",
         ),
@@ -167,11 +167,14 @@ def check_targets(policy: ModelAccessPolicy, found: DirectoryObjects) -> Iterato
         keys = found.keys[target.kind]
         if object_key(namespace, target.name) not in keys and not found.unread.may_hold(target.name):
             near = [key.removeprefix(f"{namespace}/") for key in keys if namespace_of(key) == namespace]
-            yield (*path, "name"), f"no {target.kind} is called '{target.name}' here; {suggest(target.name, near)}"
+            yield (
+                (*path, "name"),
+                f"no {target.kind} is called '{target.name}' here; {suggest_similar(target.name, near)}",
+            )
 
 
 def _check_listener(target: AccessTarget, listeners: Sequence[str], path: Path) -> Iterator[Finding]:
     if target.kind == "Gateway":
         yield (*path, "kind"), "a directory has no Gateways; write GatewayConfig, or apply the policy to a cluster"
     elif target.section_name is not None and target.section_name not in listeners:
-        yield (*path, "sectionName"), f"no listener has this name; {suggest(target.section_name, listeners)}"
+        yield (*path, "sectionName"), f"no listener has this name; {suggest_similar(target.section_name, listeners)}"

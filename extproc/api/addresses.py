@@ -7,7 +7,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from extproc.api.advice import is_port, no_address
+from extproc.api.error_hints import address_hint, is_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,7 +53,7 @@ def parse_address(text: str) -> tuple[str, int]:
         ip = None
     # found out only for mistakes: a directory has thousands of addresses
     if ip is None or is_bracketed != (ip.version == 6):
-        raise ValueError(no_address(text, takes_names=False))
+        raise ValueError(address_hint(text, takes_names=False))
     return str(ip), int(port)
 
 
@@ -81,7 +81,7 @@ def parse_endpoint(text: str) -> HostPort:
     try:
         return HostPort(*parse_address(text), is_ip=True)
     except ValueError:
-        raise ValueError(no_address(text, takes_names=True)) from None
+        raise ValueError(address_hint(text, takes_names=True)) from None
 
 
 def parse_target(text: str) -> HostPort:

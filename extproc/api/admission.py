@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.spec import DirectoryObject, Name, NonEmpty, Rule, Spec, keyed_by
+from extproc.api.spec import CelRule, DirectoryObject, Name, NonEmpty, Spec, list_map_keys
 
 # As Kubernetes' and InferenceObjective's: higher goes first, below 0 is sheddable.
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -52,13 +52,13 @@ class RateLimit(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "has(self.requests) || has(self.inputTokens) || has(self.outputTokens) || has(self.totalTokens)",
             "limits nothing; write requests, inputTokens, outputTokens or totalTokens",
         ),
-        Rule("(self.per == 'Header') == has(self.header)", "per: Header and the field header go together"),
-        Rule("self.scope == 'Global' || self.withoutRedis == 'Local'", "withoutRedis goes with scope: Global"),
-        Rule("!self.others || !(has(self.tenants) || has(self.users) || has(self.apiKeys))", OTHERS_NAMED),
+        CelRule("(self.per == 'Header') == has(self.header)", "per: Header and the field header go together"),
+        CelRule("self.scope == 'Global' || self.withoutRedis == 'Local'", "withoutRedis goes with scope: Global"),
+        CelRule("!self.others || !(has(self.tenants) || has(self.users) || has(self.apiKeys))", OTHERS_NAMED),
     )
 
     tenants: CallerNames = ()
@@ -203,7 +203,7 @@ class FlowControl(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "self.bands.all(one, self.bands.exists_one(other, other.priority == one.priority))",
             "two bands have one priority; give each its own",
         ),
@@ -216,7 +216,7 @@ class FlowControl(Spec, frozen=True):
     # of the bodies that wait in all bands
     max_bytes: ByteSize = ByteSize("2Gi")
     bands: Annotated[
-        tuple[Band, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=keyed_by("name"))
+        tuple[Band, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=list_map_keys("name"))
     ] = BANDS
     sharing: Literal["Guaranteed", "Strict"] = "Guaranteed"
     fairness: Fairness = "VirtualTokenCounter"

@@ -23,7 +23,7 @@ from extproc.api import spec as patterns
 from extproc.api.admission import KeyRateLimit
 from extproc.api.budgets import KeyBudget, check_key_budgets
 from extproc.api.quantities import Duration
-from extproc.api.spec import Name, NonEmpty, Rule, Spec, exactly_one, keyed_by
+from extproc.api.spec import CelRule, Name, NonEmpty, Spec, exactly_one, list_map_keys
 
 # Key sets are fetched anew within a day.
 _LONGEST_S: Final = 86400.0
@@ -176,7 +176,7 @@ class JwtIssuer(Spec, frozen=True):
 
     CEL: ClassVar = (
         exactly_one("jwks", "jwksFile", "jwksSecret", "remoteJwks"),
-        Rule("has(self.audiences) != self.anyAudience", "write audiences, or anyAudience: true"),
+        CelRule("has(self.audiences) != self.anyAudience", "write audiences, or anyAudience: true"),
     )
 
     name: Name
@@ -227,21 +227,23 @@ class Authentication(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "(has(self.apiKeys) || has(self.apiKeySecrets) || has(self.virtualKeys) ? 1 : 0) + "
             "(has(self.jwt) ? 1 : 0) + (has(self.clientCertificates) ? 1 : 0) == 1",
             _ONE_OF,
         ),
     )
 
-    api_keys: Annotated[tuple[ApiKey, ...], msgspec.Meta(max_length=10_000, extra_json_schema=keyed_by("name"))] = ()
+    api_keys: Annotated[
+        tuple[ApiKey, ...], msgspec.Meta(max_length=10_000, extra_json_schema=list_map_keys("name"))
+    ] = ()
     api_key_secrets: Annotated[
-        tuple[ApiKeySecret, ...], msgspec.Meta(max_length=256, extra_json_schema=keyed_by("name"))
+        tuple[ApiKeySecret, ...], msgspec.Meta(max_length=256, extra_json_schema=list_map_keys("name"))
     ] = ()
     virtual_keys: VirtualKeys | None = None
-    jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("name"))] = ()
     client_certificates: Annotated[
-        tuple[CertificateName, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))
+        tuple[CertificateName, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("name"))
     ] = ()
 
 

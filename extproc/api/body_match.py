@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import msgspec
 
-from extproc.api.spec import Rule, Spec
+from extproc.api.spec import CelRule, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _KINDS: Final = ("exists", "text", "boolean", "atLeast or atMost")
 _ONE_KIND: Final = f"write exactly one of {', '.join(_KINDS)}"
 _ANY_END: Final = "write atLeast, atMost or both"
 _REVERSED: Final = "atLeast is above atMost, so no number is in between"
-_ORDER: Final = Rule("!has(self.atLeast) || !has(self.atMost) || self.atLeast <= self.atMost", _REVERSED)
+_ORDER: Final = CelRule("!has(self.atLeast) || !has(self.atMost) || self.atLeast <= self.atMost", _REVERSED)
 
 
 class BodyCondition(Spec, frozen=True):
@@ -33,7 +33,7 @@ class BodyCondition(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "(has(self.exists) ? 1 : 0) + (has(self.text) ? 1 : 0) + (has(self.boolean) ? 1 : 0) + "
             "(has(self.atLeast) || has(self.atMost) ? 1 : 0) == 1",
             _ONE_KIND,
@@ -56,7 +56,7 @@ class BodyCondition(Spec, frozen=True):
 class TokenRange(Spec, frozen=True):
     """A range of a number of tokens. ``at_least``, ``at_most``: its ends, which belong to it; one may be left out."""
 
-    CEL: ClassVar = (Rule("has(self.atLeast) || has(self.atMost)", _ANY_END), _ORDER)
+    CEL: ClassVar = (CelRule("has(self.atLeast) || has(self.atMost)", _ANY_END), _ORDER)
 
     at_least: Annotated[int, msgspec.Meta(ge=0)] | None = None
     at_most: Annotated[int, msgspec.Meta(ge=0)] | None = None

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 import msgspec
 
 from extproc.api.admission import OTHERS_NAMED, CallerNames, Fraction, Tokens
-from extproc.api.calendars import WindowKind, zone_of
+from extproc.api.calendars import WindowKind, parse_time_zone
 from extproc.api.pricing import Currency
 from extproc.api.quantities import Money
-from extproc.api.spec import Name, Rule, Spec, keyed_by
+from extproc.api.spec import CelRule, Name, Spec, list_map_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ class BudgetMax(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "has(self.tokens) || has(self.inputTokens) || has(self.outputTokens) || has(self.requests) ||"
             " has(self.money)",
             _NO_MAX,
@@ -62,8 +62,8 @@ class Budget(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule("self.scope == 'Global' || self.withoutRedis == 'Local'", "withoutRedis goes with scope: Global"),
-        Rule("!self.others || !(has(self.tenants) || has(self.users) || has(self.apiKeys))", OTHERS_NAMED),
+        CelRule("self.scope == 'Global' || self.withoutRedis == 'Local'", "withoutRedis goes with scope: Global"),
+        CelRule("!self.others || !(has(self.tenants) || has(self.users) || has(self.apiKeys))", OTHERS_NAMED),
     )
 
     name: Name
@@ -114,7 +114,7 @@ class KeyBudget(Spec, frozen=True):
         )
 
 
-def title(name: str, of_key: str) -> str:
+def budget_title(name: str, of_key: str) -> str:
     """A budget's name for people. One that a key has itself has no name that anybody could know: it is the ``monthly
     budget of`` ``of_key``.
     """
@@ -122,7 +122,7 @@ def title(name: str, of_key: str) -> str:
     return name if window is None else f"{window} budget of {of_key}"
 
 
-Budgets = Annotated[tuple[Budget, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))]
+Budgets = Annotated[tuple[Budget, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("name"))]
 
 
 def check_budgets(budgets: Sequence[Budget]) -> Iterator[Finding]:
@@ -160,6 +160,6 @@ def _check_max(most: BudgetMax, path: Path) -> Iterator[Finding]:
 
 def _check_zone(time_zone: str, path: Path) -> Iterator[Finding]:
     try:
-        zone_of(time_zone)
+        parse_time_zone(time_zone)
     except ValueError as error:
         yield (*path, "timeZone"), str(error)

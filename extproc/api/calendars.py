@@ -19,7 +19,7 @@ _DAY_S: Final = 86_400
 
 
 @lru_cache(maxsize=256)
-def zone_of(name: str) -> tzinfo:
+def parse_time_zone(name: str) -> tzinfo:
     """Raises ValueError. Zones are files, and some names are those of folders, or longer than a file's may be."""
     if name == "UTC":
         return UTC
@@ -30,14 +30,14 @@ def zone_of(name: str) -> tzinfo:
         raise ValueError(msg) from None
 
 
-class Window(msgspec.Struct, frozen=True):
+class CalendarWindow(msgspec.Struct, frozen=True):
     """A calendar window: from ``start_s`` on, until before ``end_s``, seconds since 1970."""
 
     start_s: int
     end_s: int
 
 
-def window_of(at_s: float, kind: WindowKind, zone: tzinfo) -> Window:
+def calendar_window(at_s: float, kind: WindowKind, zone: tzinfo) -> CalendarWindow:
     """The window of ``kind`` in which the instant ``at_s`` is.
 
     A day begins at the first instant of its date, whether the clocks skip midnight or strike it twice; weeks and months
@@ -53,8 +53,8 @@ def window_of(at_s: float, kind: WindowKind, zone: tzinfo) -> Window:
     end_s = _begin(following, zone)
     if at >= end_s:
         # the clock was set back over midnight: the date began, and is shown as the day before once more
-        return Window(end_s, _begin(_next_date(following, kind), zone))
-    return Window(start_s, end_s)
+        return CalendarWindow(end_s, _begin(_next_date(following, kind), zone))
+    return CalendarWindow(start_s, end_s)
 
 
 def _first_date(year: int, month: int, day: int, kind: WindowKind) -> datetime:
@@ -80,37 +80,37 @@ def _begin(date: datetime, zone: tzinfo) -> int:
     return _first_instant(second, first, lambda at: datetime.fromtimestamp(at, zone).replace(tzinfo=None) >= date)
 
 
-def _hour(at: int, zone: tzinfo) -> Window:
+def _hour(at: int, zone: tzinfo) -> CalendarWindow:
     local = datetime.fromtimestamp(at, zone)
-    offset = offset_s(at, zone)
+    offset = utc_offset_s(at, zone)
     start_s = at - local.minute * 60 - local.second
     end_s = start_s + _HOUR_S
-    if offset_s(start_s, zone) != offset:
-        start_s = _first_instant(start_s, at, lambda one: offset_s(one, zone) == offset)
-    if offset_s(end_s - 1, zone) != offset:
-        end_s = _first_instant(at, end_s - 1, lambda one: offset_s(one, zone) != offset)
-    return Window(start_s, end_s)
+    if utc_offset_s(start_s, zone) != offset:
+        start_s = _first_instant(start_s, at, lambda one: utc_offset_s(one, zone) == offset)
+    if utc_offset_s(end_s - 1, zone) != offset:
+        end_s = _first_instant(at, end_s - 1, lambda one: utc_offset_s(one, zone) != offset)
+    return CalendarWindow(start_s, end_s)
 
 
-def offset_s(at: int, zone: tzinfo) -> int:
+def utc_offset_s(at: int, zone: tzinfo) -> int:
     """Seconds that local time is ahead of UTC."""
     return round((datetime.fromtimestamp(at, zone).utcoffset() or timedelta()).total_seconds())
 
 
-def changes_of_offset(zone: tzinfo, start_s: int, end_s: int) -> list[tuple[int, int]]:
-    """``offset_s`` with the instant from which it holds: at ``start_s``, and from each change until ``end_s`` on."""
-    found, at = [(start_s, offset_s(start_s, zone))], start_s
+def utc_offset_changes(zone: tzinfo, start_s: int, end_s: int) -> list[tuple[int, int]]:
+    """``utc_offset_s`` with the instant from which it holds: at ``start_s``, and at each change until ``end_s``."""
+    found, at = [(start_s, utc_offset_s(start_s, zone))], start_s
     while at < end_s:
         following, known = min(at + _DAY_S, end_s), found[-1][1]
-        if offset_s(following, zone) != known:
+        if utc_offset_s(following, zone) != known:
             following = _first_instant(at, following, partial(_has_changed, known, zone))
-            found.append((following, offset_s(following, zone)))
+            found.append((following, utc_offset_s(following, zone)))
         at = following
     return found
 
 
 def _has_changed(known: int, zone: tzinfo, at: int) -> bool:
-    return offset_s(at, zone) != known
+    return utc_offset_s(at, zone) != known
 
 
 def _first_instant(low: int, high: int, holds: Callable[[int], bool]) -> int:

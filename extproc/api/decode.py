@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.api.documents import Document, parse_document, repeats_keys, split_documents
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.gateway_config import check_has_listeners
 from extproc.api.key_store import KEYS_FILE, KeyStore, KeyStoreSpec
 from extproc.api.kinds import DOCUMENT_KINDS, DocumentKind
 from extproc.api.picker_config import PICKER_KIND, EndpointPickerConfig, PickerFile
-from extproc.api.picker_flow_control import flow_control_of, with_usage_limits
+from extproc.api.picker_flow_control import to_flow_control, with_usage_limits
 from extproc.api.quantities import decode_quantity, decode_quantity_leniently
-from extproc.api.schema import advise_field, check_shape, suggest
+from extproc.api.schema import advise_field, check_shape, suggest_similar
 from extproc.api.spec import DirectoryObject
+from extproc.api.yaml_documents import Document, parse_document, repeats_keys, split_documents
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -105,7 +105,7 @@ def decode(document: Document, *, listeners_may_come: bool = False) -> tuple[Obj
     mistakes = document.mistakes(findings)
     if not isinstance(decoded, EndpointPickerConfig):
         return decoded, mistakes
-    flow_control = None if mistakes else with_usage_limits(flow_control_of(decoded), decoded)
+    flow_control = None if mistakes else with_usage_limits(to_flow_control(decoded), decoded)
     return PickerFile(document, decoded, flow_control), mistakes
 
 
@@ -184,7 +184,7 @@ def _unknown_fields(value: Mapping[object, object], cls: type, known: Collection
     metadata = value.get("metadata")
     for key in map(str, metadata if isinstance(metadata, dict) else ()):
         if key not in _METADATA and ("metadata", key) not in known:
-            yield ("metadata", key), f"there is no such field; {suggest(key, _WRITTEN_METADATA)}"
+            yield ("metadata", key), f"there is no such field; {suggest_similar(key, _WRITTEN_METADATA)}"
 
 
 def _no_kind(value: Mapping[Any, object]) -> Finding:
@@ -193,11 +193,11 @@ def _no_kind(value: Mapping[Any, object]) -> Finding:
         if kind in _CLUSTER_KINDS:
             instead = "here write a ModelServer with endpoints, and a ModelRoute"
             return ("kind",), f"{kind} is read in a cluster only; {instead}"
-        return ("kind",), f"'{kind}' is not a kind; {suggest(kind, _KINDS)}"
+        return ("kind",), f"'{kind}' is not a kind; {suggest_similar(kind, _KINDS)}"
     other = next((str(key) for key in value if str(key).lower() == "kind"), None)
     if other is not None:
         return (other,), "there is no such field; did you mean 'kind'?"
-    return ("kind",), f"the field 'kind' is missing; {suggest('', _KINDS)}"
+    return ("kind",), f"the field 'kind' is missing; {suggest_similar('', _KINDS)}"
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - plain data of any shape

@@ -43,7 +43,7 @@ class ConfigInvalid(Exception):
         super().__init__("\n".join(lines))
 
 
-def to_text(path: Path) -> str:
+def format_path(path: Path) -> str:
     """``("spec", "rules", 0, "name")`` as ``spec.rules[0].name``."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".")

@@ -83,14 +83,14 @@ class FallbackRetry(Spec, frozen=True):
     idle_timeout: Duration | None = None
 
 
-def classes_of(fallbacks: Sequence[Fallback]) -> frozenset[FailureClass]:
+def retried_failures(fallbacks: Sequence[Fallback]) -> frozenset[FailureClass]:
     """After which an attempt of a request with these fallbacks may be followed by another."""
     return frozenset(one for fallback in fallbacks for one in fallback.on)
 
 
-def attempts_name(policy: TrafficPolicy, fallbacks: Sequence[Fallback], retry: FallbackRetry) -> str:
+def attempts_route_name(policy: TrafficPolicy, fallbacks: Sequence[Fallback], retry: FallbackRetry) -> str:
     """Envoy's route for requests with these fallbacks at a ModelServer with this policy; it has all that they share."""
-    classes = "+".join(one for one in (*FAILURES, *REFUSALS) if one in classes_of(fallbacks))
+    classes = "+".join(one for one in (*FAILURES, *REFUSALS) if one in retried_failures(fallbacks))
     idle = "" if retry.idle_timeout is None else f"/{float(retry.idle_timeout)}s"
     return f"{float(policy.timeout)}s/{classes}{idle}"
 

@@ -21,14 +21,14 @@ from extproc.api.addresses import (
 from extproc.api.admission import CallerNames
 from extproc.api.authentication import Authentication, Tenant, check_authentication, check_tenants
 from extproc.api.budgets import Budgets, check_budgets
-from extproc.api.connection import CertificateFiles
+from extproc.api.engine_connection import CertificateFiles
 from extproc.api.guards import GuardService, check_guards
 from extproc.api.http_route import Cors, check_cors
-from extproc.api.matches import check_answer_header
+from extproc.api.match_patterns import check_response_header
 from extproc.api.model_server import CacheIsolation
 from extproc.api.payload_log import PayloadSink, check_payload_sink
 from extproc.api.quantities import LONGEST_MESSAGE_S, ByteSize, Duration, check_duration
-from extproc.api.spec import DirectoryObject, NonEmpty, Rule, Spec, keyed_by
+from extproc.api.spec import CelRule, DirectoryObject, NonEmpty, Spec, list_map_keys
 from extproc.api.tracing import Tracing, check_tracing
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Listener(Spec, frozen=True):
     ``public_port``: where clients connect if it is not the port of ``address``; redirects that name no port use it.
     """
 
-    CEL: ClassVar[tuple[Rule, ...]] = ()
+    CEL: ClassVar[tuple[CelRule, ...]] = ()
 
     name: Annotated[str, msgspec.Meta(pattern=patterns.LISTENER, max_length=200)]
     address: NonEmpty
@@ -113,7 +113,9 @@ class GatewayConfigSpec(Spec, frozen=True):
 
     listen: str = "127.0.0.1:8080"
     # Several listeners, with host names and TLS; ``listen`` then has no effect.
-    listeners: Annotated[tuple[Listener, ...], msgspec.Meta(max_length=256, extra_json_schema=keyed_by("name"))] = ()
+    listeners: Annotated[
+        tuple[Listener, ...], msgspec.Meta(max_length=256, extra_json_schema=list_map_keys("name"))
+    ] = ()
     # Where transformers and explainers call predictors, ``ip:port``; without it, nowhere. Who reaches it needs no
     # credentials and has no limits, and reaches the ModelRoutes of these callers alone. See "Protocols".
     steps: NonEmpty | None = None
@@ -168,7 +170,9 @@ class GatewayConfigSpec(Spec, frozen=True):
     # Where requests and answers go that ModelRoutes log; without it, none is kept. See "The payload log".
     payload_log: PayloadSink | None = None
     # Services that ModelRoutes name (guard): each of their requests must pass. See "Guards".
-    guards: Annotated[tuple[GuardService, ...], msgspec.Meta(max_length=16, extra_json_schema=keyed_by("name"))] = ()
+    guards: Annotated[
+        tuple[GuardService, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("name"))
+    ] = ()
     # Of all routes together, in calendar windows; each request must have room in all of them.
     budgets: Budgets = ()
 
@@ -191,7 +195,7 @@ def check_gateway(spec: GatewayConfigSpec) -> Iterator[Finding]:
     if spec.max_heap == 0:
         yield ("spec", "maxHeap"), "leaves Envoy no memory; write a size such as 2Gi"
     if spec.served_header is not None:
-        yield from check_answer_header(spec.served_header, ("spec", "servedHeader"))
+        yield from check_response_header(spec.served_header, ("spec", "servedHeader"))
     if spec.authentication is not None:
         yield from check_authentication(spec.authentication)
     yield from check_tenants(spec.tenants)

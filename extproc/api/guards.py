@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from extproc.api import spec as patterns
-from extproc.api.connection import EngineConnection, EngineTls
-from extproc.api.matches import check_header_name
-from extproc.api.payload_log import parse_url
+from extproc.api.engine_connection import EngineConnection, EngineTls
+from extproc.api.match_patterns import check_header_name
+from extproc.api.payload_log import check_sink_url
 from extproc.api.quantities import Duration, check_duration
-from extproc.api.spec import Name, NonEmpty, Rule, Spec
+from extproc.api.spec import CelRule, Name, NonEmpty, Spec
 from extproc.http_headers import HOP_BY_HOP
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ class GuardService(Spec, frozen=True):
     certificate, in PEM; without it, those of the system. Names of files are relative to the configuration directory.
     """
 
-    CEL: ClassVar = (Rule("!has(self.apiKeyFile) || !has(self.apiKeyEnv)", "write apiKeyFile or apiKeyEnv, not both"),)
+    CEL: ClassVar = (
+        CelRule("!has(self.apiKeyFile) || !has(self.apiKeyEnv)", "write apiKeyFile or apiKeyEnv, not both"),
+    )
 
     name: Name
     url: Annotated[str, msgspec.Meta(max_length=2048, pattern=patterns.NO_CONTROL)]
@@ -77,7 +79,7 @@ def check_guards(guards: Sequence[GuardService], message_timeout: float) -> Iter
             yield (*path, "name"), f"'{one.name}' is there already; give each guard a name of its own"
         names.add(one.name)
         try:
-            parse_url(one.url)
+            check_sink_url(one.url)
         except ValueError as error:
             yield (*path, "url"), str(error)
         yield from check_duration(one.timeout, (*path, "timeout"))

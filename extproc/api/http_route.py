@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 
 from extproc.api.addresses import check_endpoint
-from extproc.api.matches import check_header_name, compile_expression
+from extproc.api.match_patterns import check_header_name, compile_expression
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION, DirectoryObject, NonEmpty, ParentReference, Port, Spec
 

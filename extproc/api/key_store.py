@@ -16,9 +16,9 @@ from extproc.api.spec import DirectoryObject, Name, NonEmpty, Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.api.documents import DirectoryObjects
     from extproc.api.errors import Finding, Path
     from extproc.api.gateway_config import GatewayConfigSpec
+    from extproc.api.yaml_documents import DirectoryObjects
 
 Digest = Annotated[str, msgspec.Meta(pattern=patterns.SHA256)]
 When = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -129,10 +129,10 @@ def with_virtual_keys(gateway: GatewayConfigSpec, store: KeyStoreSpec | None) ->
 
 def check_known_keys(store: KeyStore, found: DirectoryObjects) -> Iterator[Finding]:
     """They are used, and none has the name or the digest of a key of the GatewayConfig."""
-    given = next((gateway.spec.authentication for _, gateway in found.of(GatewayConfig)), None)
+    given = next((gateway.spec.authentication for _, gateway in found.of_type(GatewayConfig)), None)
     if given is None or given.virtual_keys is None:
         # a mistake in the GatewayConfig is told by itself
-        is_unread = not found.of(GatewayConfig) and bool(found.unread.files)
+        is_unread = not found.of_type(GatewayConfig) and bool(found.unread.files)
         if store.spec.keys and not is_unread:
             message = "are used by nobody; write authentication: {virtualKeys: {}} in the GatewayConfig, or remove them"
             yield ("spec", "keys"), message
@@ -146,7 +146,7 @@ def check_known_keys(store: KeyStore, found: DirectoryObjects) -> Iterator[Findi
             yield (*path, "keySHA256"), "apiKeys of the GatewayConfig have this key, too; remove that one"
 
 
-def to_plain(value: object) -> Any:  # noqa: ANN401 - plain data of any shape
+def to_json_fields(value: object) -> Any:  # noqa: ANN401 - plain data of any shape
     """A struct as JSON has it, without what is absent or empty."""
     return _without_empty(msgspec.to_builtins(value, enc_hook=str))
 

@@ -11,7 +11,6 @@ import msgspec
 from extproc.api import references
 from extproc.api.access_policy import ModelAccessPolicy, check_access_policy, check_targets
 from extproc.api.admission import InferenceObjective
-from extproc.api.documents import DirectoryObjects
 from extproc.api.errors import Finding, Mistake
 from extproc.api.gateway_config import GatewayConfig, check_gateway, check_has_listeners, check_listeners, check_origins
 from extproc.api.grpc_route import GRPCRoute, check_grpc_route
@@ -22,6 +21,7 @@ from extproc.api.model_server import ModelServer, check_connection, check_server
 from extproc.api.picker_config import EndpointPickerConfig
 from extproc.api.picker_flow_control import check_flow_control_section, check_usage_limits
 from extproc.api.spec import API_VERSION
+from extproc.api.yaml_documents import DirectoryObjects
 
 
 class DocumentKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +96,7 @@ DOCUMENT_KINDS: Final = (
     DocumentKind(
         document=GatewayConfig,
         checks=(check_gateway, check_listeners, check_has_listeners, check_origins),
-        references=(references.check_secrets, references.check_failure_mode),
+        references=(references.check_no_secret_references, references.check_failure_mode),
         second="a second GatewayConfig; a directory takes one, merge the two",
     ),
     DocumentKind(

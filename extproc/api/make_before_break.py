@@ -110,7 +110,7 @@ class DrainingServers:
         for name in names & set(self._servers):
             self._forget(name)
 
-    def renew(self, now: float) -> None:
+    def restart_drain(self, now: float) -> None:
         """All drain from ``now`` on."""
         self._left_at_s = dict.fromkeys(self._left_at_s, now)
 

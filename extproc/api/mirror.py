@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from extproc.api.parameters import MostTokens
+from extproc.api.parameter_overrides import MostTokens
 from extproc.api.spec import Name, Spec
 
 if TYPE_CHECKING:

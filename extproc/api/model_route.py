@@ -11,28 +11,28 @@ import msgspec
 from extproc.api.admission import Priority, RateLimit, check_limits
 from extproc.api.body_match import BodyCondition, TokenRange, check_body, check_range
 from extproc.api.budgets import Budgets, check_budgets
+from extproc.api.cost_tiers import NO_CHOICE, Tiers, check_tiers
 from extproc.api.fallback import Fallback, FallbackRetry, check_fallbacks
 from extproc.api.guards import RouteGuard
-from extproc.api.matches import check_header_name, compile_expression
+from extproc.api.match_patterns import check_header_name, compile_expression
 from extproc.api.mirror import IS_TARGET, Mirror, check_mirror
-from extproc.api.objectives import Slos, check_slo
-from extproc.api.parameters import MostTokens, Parameters, check_parameters
+from extproc.api.parameter_overrides import MostTokens, Parameters, check_parameters
 from extproc.api.payload_log import PayloadLog, check_payload_log
 from extproc.api.quantities import Duration
 from extproc.api.response_cache import ResponseCache, check_response_cache
+from extproc.api.slo import Slos, check_slo
 from extproc.api.spec import (
     STEPS_LISTENER,
+    CelRule,
     DirectoryObject,
     Name,
     NonEmpty,
     ParentReference,
-    Rule,
     Spec,
     exactly_one,
     is_attached,
     object_key,
 )
-from extproc.api.tiers import NO_CHOICE, Tiers, check_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,14 +100,14 @@ class RouteRule(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule("self.targetModels.exists(one, one.weight > 0)", "all weights are 0; give one a positive weight"),
-        Rule("!has(self.tiers) || self.targetModels.filter(one, one.weight > 0).size() > 1", NO_CHOICE),
-        Rule("!has(self.retry) || has(self.fallback)", "retry has no effect without fallback"),
-        Rule(
+        CelRule("self.targetModels.exists(one, one.weight > 0)", "all weights are 0; give one a positive weight"),
+        CelRule("!has(self.tiers) || self.targetModels.filter(one, one.weight > 0).size() > 1", NO_CHOICE),
+        CelRule("!has(self.retry) || has(self.fallback)", "retry has no effect without fallback"),
+        CelRule(
             "!has(self.mirror) || !self.targetModels.exists(one, one.modelServerName == self.mirror.modelServerName)",
             IS_TARGET,
         ),
-        Rule("!has(self.tiers) || !has(self.sticky) || self.sticky == 'None'", STICKY_TIERS),
+        CelRule("!has(self.tiers) || !has(self.sticky) || self.sticky == 'None'", STICKY_TIERS),
     )
 
     target_models: Annotated[tuple[TargetModel, ...], msgspec.Meta(min_length=1, max_length=32)]
@@ -138,7 +138,7 @@ class RouteRule(Spec, frozen=True):
         return self.model_match is not None and self.model_match.reads_body
 
     @property
-    def sets(self) -> str:
+    def override_field(self) -> str:
         """Which of ``set`` and ``maxOutputTokens`` it has, or a target of it; empty: none."""
         holders: tuple[RouteRule | TargetModel, ...] = (self, *self.target_models)
         found = ["set"] if any(one.set_ for one in holders) else []
@@ -146,7 +146,7 @@ class RouteRule(Spec, frozen=True):
         return " and ".join(found)
 
     @property
-    def servers(self) -> tuple[TargetModel | Fallback, ...]:
+    def all_targets(self) -> tuple[TargetModel | Fallback, ...]:
         """All that its requests can come to."""
         return (*self.target_models, *self.fallback)
 
@@ -169,13 +169,13 @@ class ModelRouteSpec(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule("has(self.modelName) || has(self.loraAdapters)", "write modelName, loraAdapters or both"),
-        Rule(
+        CelRule("has(self.modelName) || has(self.loraAdapters)", "write modelName, loraAdapters or both"),
+        CelRule(
             "self.rules.filter(one, !has(one.modelMatch)).size() <= 1 && "
             "(self.rules.all(one, has(one.modelMatch)) || !has(self.rules[self.rules.size() - 1].modelMatch))",
             "a rule without modelMatch always holds; write it last",
         ),
-        Rule("!has(self.callers) || self.callers != 'Steps' || !has(self.parentRefs)", _NO_PARENTS),
+        CelRule("!has(self.callers) || self.callers != 'Steps' || !has(self.parentRefs)", _NO_PARENTS),
     )
 
     rules: Annotated[tuple[RouteRule, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -210,7 +210,7 @@ class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
 
     spec: ModelRouteSpec
 
-    def serves(self, listener: str | None) -> bool:
+    def serves_listener(self, listener: str | None) -> bool:
         """Whether requests at the listener of that name are its. None: clients have a single one, without a name."""
         if self.spec.callers == "Steps" or listener == STEPS_LISTENER:
             return self.spec.callers == "Steps" and listener == STEPS_LISTENER
@@ -223,7 +223,7 @@ class ModelRoute(DirectoryObject, frozen=True, kw_only=True):
     @property
     def server_keys(self) -> set[str]:
         """All ModelServers that its requests and copies of them can come to."""
-        named = [one for rule in self.spec.rules for one in (*rule.servers, rule.mirror) if one is not None]
+        named = [one for rule in self.spec.rules for one in (*rule.all_targets, rule.mirror) if one is not None]
         return {self.server_key(one) for one in named}
 
 

@@ -11,21 +11,21 @@ import msgspec
 from extproc.api import spec as patterns
 from extproc.api.addresses import check_endpoint, is_hostname, parse_endpoint
 from extproc.api.admission import FlowControl, check_flow_control
-from extproc.api.connection import EngineConnection
-from extproc.api.matches import check_header_name
+from extproc.api.engine_connection import EngineConnection
+from extproc.api.match_patterns import check_header_name
 from extproc.api.pricing import PriceSpec, check_pricing
 from extproc.api.provider import Provider, check_provider
 from extproc.api.quantities import LONGEST_MESSAGE_S, ByteSize, Duration, check_duration
 from extproc.api.spec import (
+    CelRule,
     DirectoryObject,
     NonEmpty,
-    Rule,
     Spec,
     WorkloadPort,
     WorkloadSelector,
+    both_or_neither,
     exactly_one,
-    keyed_by,
-    together,
+    list_map_keys,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 ServingProtocol = Literal["OpenAI", "V1", "V2", "TensorFlow"]
-# The APIs of protocol OpenAI; ``extproc.protocol`` has a row of each.
+# The APIs of protocol OpenAI; ``extproc.wire_protocol`` has a row of each.
 ServedApi = Literal[
     "ChatCompletions",
     "Completions",
@@ -180,10 +180,10 @@ class AdapterLoading(Spec, frozen=True):
     a server holds may take together. ``timeout``: the longest that a request waits for its adapter.
     """
 
-    CEL: ClassVar = (Rule("!has(self.slots) || !has(self.memory)", "write slots or memory, not both"),)
+    CEL: ClassVar = (CelRule("!has(self.slots) || !has(self.memory)", "write slots or memory, not both"),)
 
     adapters: Annotated[
-        tuple[AdapterSource, ...], msgspec.Meta(min_length=1, max_length=1000, extra_json_schema=keyed_by("name"))
+        tuple[AdapterSource, ...], msgspec.Meta(min_length=1, max_length=1000, extra_json_schema=list_map_keys("name"))
     ]
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     slots: Annotated[int, msgspec.Meta(ge=1, le=10_000)] | None = None
@@ -220,8 +220,8 @@ class PdGroup(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule("self.leg != 'Gateway' || has(self.connector)", "leg: Gateway needs connector"),
-        Rule(
+        CelRule("self.leg != 'Gateway' || has(self.connector)", "leg: Gateway needs connector"),
+        CelRule(
             "self.leg != 'Gateway' || !has(self.connector) || self.connector != 'MoRIIOConnector'",
             "MoRIIOConnector asks both engines at once, which a sidecar does; leave leg out",
         ),
@@ -256,20 +256,22 @@ class PdGroup(Spec, frozen=True):
     transfer_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
     @property
-    def own_transfer_port(self) -> int:
+    def effective_transfer_port(self) -> int:
         """``transferPort`` or its default; 0 if extproc writes none to engines."""
-        default = TRANSFER_PORTS.get(self.connector, 0) if self.has_own_leg and self.connector is not None else 0
+        default = (
+            TRANSFER_PORTS.get(self.connector, 0) if self.has_gateway_prefill and self.connector is not None else 0
+        )
         return default and (self.transfer_port or default)
 
     @property
-    def has_own_leg(self) -> bool:
+    def has_gateway_prefill(self) -> bool:
         """Whether extproc requests the prefill."""
         return self.leg == "Gateway"
 
     @property
-    def holds_requests(self) -> bool:
+    def holds_until_prefilled(self) -> bool:
         """Whether extproc holds a request until its prefill has ended."""
-        return self.has_own_leg and self.connector != "bootstrap_room"
+        return self.has_gateway_prefill and self.connector != "bootstrap_room"
 
 
 class KvEventsSpec(Spec, frozen=True):
@@ -362,91 +364,91 @@ class ModelServerSpec(Spec, frozen=True):
 
     CEL: ClassVar = (
         exactly_one("endpoints", "workloadSelector", "provider"),
-        together("workloadSelector", "workloadPort"),
-        Rule(
+        both_or_neither("workloadSelector", "workloadPort"),
+        CelRule(
             f"!has(self.provider) || !({' || '.join(f'has(self.{name})' for name in _OF_ENGINES)})",
             f"{', '.join(_OF_ENGINES)} are about engines, which a provider does not show; remove them",
         ),
-        Rule(
+        CelRule(
             "!has(self.provider) || !has(self.provider.scheme) || self.provider.scheme != 'http'"
             " || !has(self.connection) || !has(self.connection.tls)",
             "connection.tls has no effect with scheme: http; write https, or leave it out",
         ),
-        Rule(
+        CelRule(
             "!has(self.provider) || !has(self.provider.scheme) || self.provider.scheme != 'http'"
             " || !has(self.connection) || !(has(self.connection.apiKeyFile) || has(self.connection.apiKeyEnv)"
             " || has(self.connection.apiKeyRef))",
             "http would show the key to everybody on the way; write scheme: https, or leave the key out",
         ),
-        Rule(
+        CelRule(
             "!has(self.provider) || !has(self.pathPrefix)",
             "pathPrefix is that of engines; write provider.pathPrefix",
         ),
-        Rule(
+        CelRule(
             "!has(self.pathPrefix) || !has(self.pdGroup) || self.pdGroup.leg != 'Gateway'",
             "the gateway asks prefill engines without pathPrefix; write leg: Sidecar, or leave pathPrefix out",
         ),
-        Rule(
+        CelRule(
             "!has(self.provider) || !has(self.provider.paths) || !has(self.apis)"
             " || self.provider.paths.all(name, name in self.apis)",
             "provider.paths are those of apis; write the API there, or leave its path out",
         ),
-        Rule(
+        CelRule(
             "!has(self.provider) || !has(self.provider.auth) || self.provider.auth.type == 'AWS' ||"
             " (has(self.connection) && (has(self.connection.apiKeyFile) || has(self.connection.apiKeyEnv)"
             " || has(self.connection.apiKeyRef)))",
             "provider.auth has no effect without a key; write connection.apiKeyRef (in a directory apiKeyFile)",
         ),
-        Rule(
+        CelRule(
             "!has(self.provider) || !has(self.provider.auth) || self.provider.auth.type != 'AWS'"
             " || !has(self.connection) || !has(self.connection.apiKeyEnv)",
             "a variable holds no credentials file of AWS; write connection.apiKeyRef (in a directory apiKeyFile)",
         ),
-        Rule("!has(self.provider) || has(self.apis)", "a provider needs apis: the gateway's key reaches no others"),
-        Rule(
+        CelRule("!has(self.provider) || has(self.apis)", "a provider needs apis: the gateway's key reaches no others"),
+        CelRule(
             "!has(self.apis) || !has(self.protocol) || self.protocol == 'OpenAI'",
             "apis are those of protocol OpenAI; remove it",
         ),
-        Rule(
+        CelRule(
             f"!has(self.translation) || self.translation == 'Never' || (has(self.apis) && {_SOME_TRANSLATABLE})",
             "translation has no effect unless apis has one or two of ChatCompletions, Responses and Messages",
         ),
-        Rule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
-        Rule(
+        CelRule("!has(self.pickerConfig) || !has(self.pdGroup)", "pdGroup has no effect beside pickerConfig"),
+        CelRule(
             "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.pdGroup.connector)"
             " || (self.pdGroup.connector == 'bootstrap_room') == (has(self.engine) && self.engine == 'SGLang')",
             "connector bootstrap_room is that of engine SGLang, which has no other",
         ),
-        Rule(
+        CelRule(
             "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.engine) || self.engine != 'SGLang'"
             " || !has(self.pdGroup.onPrefillFailure) || self.pdGroup.onPrefillFailure != 'Local'",
             "a decode engine of SGLang cannot compute prompts; write onPrefillFailure: Fail, or leave it out",
         ),
-        Rule(
+        CelRule(
             "!has(self.pdGroup) || self.pdGroup.leg != 'Gateway' || !has(self.pdGroup.connector)"
             " || (self.pdGroup.connector == 'context_first') == (has(self.engine) && self.engine == 'TensorRT-LLM')",
             "connector context_first is that of engine TensorRT-LLM, which has no other",
         ),
-        Rule(
+        CelRule(
             "!has(self.adapterLoading) || !has(self.pdGroup)",
             "adapters are loaded on demand where one engine does both prefill and decode; remove pdGroup or"
             " adapterLoading",
         ),
-        Rule(
+        CelRule(
             "!has(self.adapterLoading) || has(self.adapterLoading.port) || !has(self.engine) || self.engine == 'vLLM'",
             "only vLLM loads adapters by itself here; write adapterLoading.port, of the runtime agents beside the"
             " engines",
         ),
-        Rule(
+        CelRule(
             "!has(self.protocol) || self.protocol == 'OpenAI' ||"
             f" !({' || '.join(f'has(self.{name})' for name in _OF_PROMPTS)})",
             f"{', '.join(_OF_PROMPTS)} are about prompts, which only protocol OpenAI has; remove them",
         ),
-        Rule(
+        CelRule(
             "!has(self.adapterLoading) || !has(self.protocol) || self.protocol in ['OpenAI', 'V2']",
             "only engines of protocol OpenAI or V2 load adapters or models; remove adapterLoading",
         ),
-        Rule(
+        CelRule(
             "!has(self.adapterLoading) || has(self.adapterLoading.port) || !has(self.protocol) ||"
             " self.protocol != 'V2'",
             "models of a V2 server are loaded by way of the runtime agents beside the servers; write"
@@ -456,7 +458,9 @@ class ModelServerSpec(Spec, frozen=True):
 
     model: NonEmpty
     listed: (
-        Annotated[tuple[StaticEndpoint, ...], msgspec.Meta(max_length=10_000, extra_json_schema=keyed_by("address"))]
+        Annotated[
+            tuple[StaticEndpoint, ...], msgspec.Meta(max_length=10_000, extra_json_schema=list_map_keys("address"))
+        ]
         | None
     ) = msgspec.field(default=None, name="endpoints")
     provider: Provider | None = None
@@ -525,7 +529,7 @@ class ModelServerSpec(Spec, frozen=True):
         return self.listed or ()
 
     @property
-    def translates(self) -> bool:
+    def accepts_translated(self) -> bool:
         """Whether it may get requests that were translated."""
         return self.translation != "Never" and 0 < len({*TRANSLATABLE} & {*(self.apis or ())}) < len(TRANSLATABLE)
 
@@ -562,7 +566,9 @@ def longest_waits(spec: ModelServerSpec, control: FlowControl | None) -> dict[st
         "flowControl": None if control is None else control.longest_wait_s,
         "adapterLoading": None if spec.adapter_loading is None else spec.adapter_loading.timeout,
         "activation": None if spec.activation is None else spec.activation.hold_timeout,
-        "pdGroup": None if spec.pd_group is None or not spec.pd_group.holds_requests else spec.pd_group.prefill_timeout,
+        "pdGroup": None
+        if spec.pd_group is None or not spec.pd_group.holds_until_prefilled
+        else spec.pd_group.prefill_timeout,
     }
     return {name: float(wait_s) for name, wait_s in waits.items() if wait_s}
 
@@ -611,7 +617,7 @@ def _check_apis(spec: ModelServerSpec) -> Iterator[Finding]:
         yield ("spec", "apis"), f"are those of protocol OpenAI, and this one is {spec.protocol}; leave it out"
     if len(set(apis)) < len(apis):
         yield ("spec", "apis"), "names an API twice; write each once"
-    if spec.translation != "Never" and not spec.translates:
+    if spec.translation != "Never" and not spec.accepts_translated:
         some = "none" if set(TRANSLATABLE).isdisjoint(apis) else "all"
         yield (
             ("spec", "translation"),
@@ -639,7 +645,7 @@ def _check_provider(spec: ModelServerSpec, provider: Provider) -> Iterator[Findi
     connection = spec.connection
     has_key = connection.has_key or connection.api_key_ref is not None
     yield from check_provider(provider, path, has_key=has_key, tls=connection.tls)
-    if provider.signs and connection.api_key_env is not None:
+    if provider.signs_requests and connection.api_key_env is not None:
         message = "holds no credentials file of AWS; write apiKeyFile, or leave it out to sign as Envoy's own machine"
         yield ("spec", "connection", "apiKeyEnv"), message
     for name in provider.paths:
@@ -675,19 +681,19 @@ def _check_pairs(spec: ModelServerSpec, group: PdGroup | None) -> Iterator[Findi
     path: Path = ("spec", "pdGroup")
     yield from check_duration(group.prefill_timeout, (*path, "prefillTimeout"), longest_s=LONGEST_MESSAGE_S)
     yield from check_duration(group.lease, (*path, "lease"))
-    if group.has_own_leg and spec.path_prefix:
+    if group.has_gateway_prefill and spec.path_prefix:
         yield (
             ("spec", "pathPrefix"),
             "is not written where extproc asks prefill engines; leave it, or leg: Gateway, out",
         )
-    if group.has_own_leg and group.connector is None:
+    if group.has_gateway_prefill and group.connector is None:
         yield (*path, "connector"), "leg: Gateway needs it; write the engines' kv_connector, or leave leg out"
-    if group.has_own_leg and group.connector in SIDECAR_CONNECTORS:
+    if group.has_gateway_prefill and group.connector in SIDECAR_CONNECTORS:
         yield (*path, "leg"), f"{group.connector} asks both engines at once; leave leg out, and run a sidecar"
     for connector, engine in _OWN_CONNECTORS.items():
-        if group.has_own_leg and (group.connector == connector) != (spec.engine == engine):
+        if group.has_gateway_prefill and (group.connector == connector) != (spec.engine == engine):
             yield (*path, "connector"), f"{connector} is the connector of engine {engine}, which has no other"
-    if group.has_own_leg and spec.engine == "SGLang" and group.on_prefill_failure == "Local":
+    if group.has_gateway_prefill and spec.engine == "SGLang" and group.on_prefill_failure == "Local":
         yield (
             (*path, "onPrefillFailure"),
             "a decode engine of SGLang cannot compute prompts; write Fail or leave it out",
@@ -713,7 +719,7 @@ def _check_adapters(spec: ModelServerSpec, loading: AdapterLoading | None) -> It
         if spec.protocol == "V2" and adapter.name in {".", ".."}:
             yield place, f"'{adapter.name}' is no segment of a path, in which protocol V2 names the model"
         seen.add(adapter.name)
-    for wrong in wrong_sizes(loading.memory, {one.name: (one.memory, one.pinned) for one in loading.adapters}):
+    for wrong in oversized_models(loading.memory, {one.name: (one.memory, one.pinned) for one in loading.adapters}):
         yield path, wrong
 
 
@@ -730,7 +736,7 @@ def _cannot_load(spec: ModelServerSpec, loading: AdapterLoading) -> Iterator[str
         yield loading.CEL[0].message
 
 
-def wrong_sizes(
+def oversized_models(
     memory: ByteSize | None, wanted: Mapping[str, tuple[ByteSize | None, bool]], field: str = "memory"
 ) -> Iterator[str]:
     """Models by name, with their memory and whether they are pinned, that do not fit into the ``memory`` of a server.

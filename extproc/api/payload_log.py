@@ -17,7 +17,7 @@ import re2  # type: ignore[import-untyped]
 
 from extproc.api import spec as patterns
 from extproc.api.quantities import ByteSize
-from extproc.api.spec import NonEmpty, Rule, Spec
+from extproc.api.spec import CelRule, NonEmpty, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ class PayloadSink(Spec, frozen=True):
     POST.
     """
 
-    CEL: ClassVar = (Rule("has(self.path) != has(self.url)", "write path or url"),)
+    CEL: ClassVar = (CelRule("has(self.path) != has(self.url)", "write path or url"),)
 
     path: NonEmpty | None = None
     url: Annotated[str, msgspec.Meta(max_length=2048, pattern=patterns.NO_CONTROL)] | None = None
@@ -69,7 +69,7 @@ class PayloadLog(Spec, frozen=True):
     redact: Redaction = Redaction()
 
 
-def parse_path(text: str) -> tuple[Step, ...]:
+def parse_json_path(text: str) -> tuple[Step, ...]:
     """The steps of a JSON path: ``.name``, ``..name``, ``.*``, ``[*]`` and ``[0]``; raises ValueError for others."""
     steps, at = list[Step](), 1
     while text[:1] == "$" and at < len(text) and (found := _STEP.match(text, at)) is not None:
@@ -106,7 +106,7 @@ def check_payload_log(spec: PayloadLog, path: Path) -> Iterator[Finding]:
     if not 1 <= spec.max_bytes <= MOST_BYTES:
         yield (*path, "maxBytes"), f"is {spec.max_bytes}; write a size from 1 to 1Mi"
     for name, read, texts in (
-        ("paths", parse_path, spec.redact.paths),
+        ("paths", parse_json_path, spec.redact.paths),
         ("patterns", compile_pattern, spec.redact.patterns),
     ):
         for number, text in enumerate(texts):
@@ -127,12 +127,12 @@ def check_payload_sink(spec: PayloadSink, path: Path) -> Iterator[Finding]:
         yield (*path, "path"), f"'{spec.path}' is no file that can be kept; {example}"
     if spec.url is not None:
         try:
-            parse_url(spec.url)
+            check_sink_url(spec.url)
         except ValueError as error:
             yield (*path, "url"), str(error)
 
 
-def parse_url(text: str) -> None:
+def check_sink_url(text: str) -> None:
     """Raises ValueError unless it is ``http(s)://HOST:PORT/PATH``, without credentials."""
     mistake = ValueError(f"'{text[:100]}' is no URL of HTTP; write one such as http://broker.example:8080/events")
     try:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 import msgspec
 
 from extproc.api.admission import FlowControl
-from extproc.api.documents import Document
 from extproc.api.errors import ConfigInvalid
 from extproc.api.quantities import Duration, Quantity
+from extproc.api.yaml_documents import Document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class PluginSpec(_Section, frozen=True):
     parameters: dict[str, Any] | None = None
 
     @property
-    def called(self) -> str:
+    def effective_name(self) -> str:
         """How profiles refer to it."""
         return self.name or self.type
 
@@ -78,7 +78,7 @@ class DetectorSection(_Section, frozen=True):
     plugin_ref: str = ""
 
 
-class OlderDetectorSection(_Section, frozen=True):
+class LegacyDetectorSection(_Section, frozen=True):
     """The top-level ``saturationDetector``: names a plugin, or has the parameters of ``utilization-detector`` itself.
 
     The parameters are those of the Gateway API Inference Extension up to its release 1.3.
@@ -118,7 +118,7 @@ class EndpointPickerConfig(_Section, frozen=True):
     data: Any = None
     flow_control: FlowControlSection | None = None
     request_handler: Any = None
-    saturation_detector: OlderDetectorSection | None = None
+    saturation_detector: LegacyDetectorSection | None = None
     parser: Any = None
 
 
@@ -129,7 +129,7 @@ class PickerFile(msgspec.Struct, frozen=True):
     config: EndpointPickerConfig
     flow_control: FlowControl | None = None
 
-    def named_files(self) -> Iterator[tuple[Path, str]]:
+    def referenced_files(self) -> Iterator[tuple[Path, str]]:
         """Files that its plugins read: where each is named, and its name."""
         for index, spec in enumerate(self.config.plugins):
             if spec.type == "metrics-data-source":
@@ -139,10 +139,10 @@ class PickerFile(msgspec.Struct, frozen=True):
                 )
 
 
-def refuse_files(file: PickerFile) -> None:
+def reject_file_references(file: PickerFile) -> None:
     """For objects of a cluster, whose authors have no rights on the gateway's machine; raises ConfigInvalid."""
     message = "names a file of the gateway, which objects of a cluster may not; leave it out"
-    mistakes = file.document.mistakes([(path, message) for path, _ in file.named_files()])
+    mistakes = file.document.mistakes([(path, message) for path, _ in file.referenced_files()])
     if mistakes:
         raise ConfigInvalid(mistakes)
 
@@ -155,6 +155,6 @@ class PickerCheck(Protocol):
         ...
 
 
-def check_shape_alone(file: PickerFile) -> Sequence[str]:  # noqa: ARG001 - as the protocol has it
+def accept_any_plugins(file: PickerFile) -> Sequence[str]:  # noqa: ARG001 - as the protocol has it
     """A PickerCheck without plugins to compare with: every config that could be read is accepted."""
     return ()

@@ -16,7 +16,7 @@ import msgspec
 from extproc.api.admission import Band, FlowControl, SaturationSpec
 from extproc.api.picker_config import BandSection, EndpointPickerConfig, FlowControlSection
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.schema import check_shape, suggest
+from extproc.api.schema import check_shape, suggest_similar
 from extproc.api.spec import NonEmpty
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ConcurrencyParameters(msgspec.Struct, frozen=True, rename="camel"):
     headroom: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
 
 
-def gates_of(config: EndpointPickerConfig) -> Mapping[str, bool]:
+def feature_gates(config: EndpointPickerConfig) -> Mapping[str, bool]:
     """Feature gates by name: ``flowControl`` and ``flowControl=true`` switch one on, ``flowControl=false`` off."""
     found = {}
     for gate in config.feature_gates:
@@ -124,7 +124,7 @@ def _check_gates(config: EndpointPickerConfig) -> Iterator[Finding]:
             yield ("featureGates", index), f"'{value}' is neither true nor false; write {name}=true or {name}=false"
         # llm-d refuses it, too
         if name.strip() not in {FEATURE_GATE, *_OTHER_GATES}:
-            advice = suggest(name.strip(), {FEATURE_GATE, *_OTHER_GATES})
+            advice = suggest_similar(name.strip(), {FEATURE_GATE, *_OTHER_GATES})
             yield ("featureGates", index), f"there is no gate '{name}'; {advice}"
 
 
@@ -135,7 +135,7 @@ def detector_name(config: EndpointPickerConfig) -> str:
     return (named.plugin_ref if named else "") or DEFAULT_DETECTOR
 
 
-def flow_control_of(config: EndpointPickerConfig) -> FlowControl | None:
+def to_flow_control(config: EndpointPickerConfig) -> FlowControl | None:
     """None without the feature gate. Expects a config in which ``check_flow_control_section`` finds nothing."""
     plugins = _Plugins(config)
     if not plugins.has_flow_control:
@@ -179,8 +179,8 @@ class _Plugins:
     """Plugins by the names that references use; a name that no plugin has is a type with its defaults."""
 
     def __init__(self, config: EndpointPickerConfig) -> None:
-        self._places = {one.called: (index, one) for index, one in enumerate(config.plugins)}
-        self.has_flow_control = gates_of(config).get(FEATURE_GATE, False)
+        self._places = {one.effective_name: (index, one) for index, one in enumerate(config.plugins)}
+        self.has_flow_control = feature_gates(config).get(FEATURE_GATE, False)
         self._detector = detector_name(config)
 
     def type_of(self, name: str) -> str:
@@ -369,7 +369,7 @@ def check_usage_limits(config: EndpointPickerConfig) -> Iterator[Finding]:
                 yield ("plugins", index, "parameters", *place), message
     section = config.flow_control
     name = "" if section is None else section.usage_limit_policy_plugin_ref or ""
-    types = {spec.called: spec.type for spec in config.plugins}
+    types = {spec.effective_name: spec.type for spec in config.plugins}
     if name and types.get(name, name) not in POLICIES:
         message = f"'{name}' is no usage limit policy; name a plugin of one of the types {', '.join(POLICIES)}"
         yield ("flowControl", "usageLimitPolicyPluginRef"), message
@@ -396,7 +396,9 @@ def with_usage_limits(
     if not name:
         return control
     # a name that no plugin has is a type with its defaults
-    type_, parameters = next(((one.type, one.parameters) for one in config.plugins if one.called == name), (name, None))
+    type_, parameters = next(
+        ((one.type, one.parameters) for one in config.plugins if one.effective_name == name), (name, None)
+    )
     policy: UsageLimitPolicy = msgspec.convert(
         # in JSON, priorities are text
         parameters or {},

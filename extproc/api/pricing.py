@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import msgspec
 
 from extproc.api.quantities import Money
-from extproc.api.spec import CURRENCY, Rule, Spec
+from extproc.api.spec import CURRENCY, CelRule, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ class Rates(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: int | None = None
 
 
-class Tier(msgspec.Struct, frozen=True):
+class RateTier(msgspec.Struct, frozen=True):
     """The rates of a request whose input has more than ``above`` tokens."""
 
     above: int
@@ -71,7 +71,7 @@ class Price(msgspec.Struct, frozen=True, omit_defaults=True):
     currency: str
     rates: Rates
     request: int = 0
-    tiers: tuple[Tier, ...] = ()
+    tiers: tuple[RateTier, ...] = ()
     is_derived: bool = False
 
 
@@ -137,9 +137,9 @@ class PriceSpec(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule("has(self.perMillion) || has(self.perRequest) || has(self.perHour)", _COSTS_NOTHING),
-        Rule("!has(self.perHour) || !(has(self.perMillion) || has(self.perRequest))", _PER_HOUR_ALONE),
-        Rule("!has(self.tiers) || has(self.perMillion)", _TIERS_NEED_RATES),
+        CelRule("has(self.perMillion) || has(self.perRequest) || has(self.perHour)", _COSTS_NOTHING),
+        CelRule("!has(self.perHour) || !(has(self.perMillion) || has(self.perRequest))", _PER_HOUR_ALONE),
+        CelRule("!has(self.tiers) || has(self.perMillion)", _TIERS_NEED_RATES),
     )
 
     effective_from: Annotated[datetime, msgspec.Meta(tz=True)] | None = msgspec.field(default=None, name="from")
@@ -186,7 +186,7 @@ class PriceList(msgspec.Struct, frozen=True):
     since_s: tuple[float, ...]
     prices: tuple[Price | HourlyPrice, ...]
 
-    def at(self, wall_s: float) -> Price | HourlyPrice | None:
+    def price_at(self, wall_s: float) -> Price | HourlyPrice | None:
         """The price in force; None before the first one."""
         found = None
         for since_s, price in zip(self.since_s, self.prices, strict=True):
@@ -205,7 +205,7 @@ def compile_prices(pricing: Sequence[PriceSpec]) -> PriceList:
     return PriceList(tuple(map(_begins_s, ordered)), tuple(map(_compiled, ordered)))
 
 
-def named_price(price: Price) -> Price:
+def price_with_id(price: Price) -> Price:
     """``price`` with the digest of its content as its id."""
     bare = msgspec.structs.replace(price, id="")
     return msgspec.structs.replace(bare, id=blake2b(msgspec.json.encode(bare), digest_size=_ID_BYTES).hexdigest())
@@ -214,13 +214,13 @@ def named_price(price: Price) -> Price:
 def _compiled(one: PriceSpec) -> Price | HourlyPrice:
     if one.per_hour is not None:
         return HourlyPrice(one.currency, int(one.per_hour))
-    return named_price(
+    return price_with_id(
         Price(
             id="",
             currency=one.currency,
             rates=Rates() if one.per_million is None else one.per_million.rates(),
             request=_plain(one.per_request) or 0,
-            tiers=tuple(Tier(tier.above_input_tokens, tier.per_million.rates()) for tier in one.tiers),
+            tiers=tuple(RateTier(tier.above_input_tokens, tier.per_million.rates()) for tier in one.tiers),
         )
     )
 

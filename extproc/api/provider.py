@@ -11,13 +11,13 @@ import msgspec
 
 from extproc.api import spec as patterns
 from extproc.api.addresses import is_hostname, join_host_port
-from extproc.api.spec import Rule, Spec
+from extproc.api.spec import CelRule, Spec
 from extproc.http_headers import HOP_BY_HOP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.api.connection import EngineTls
+    from extproc.api.engine_connection import EngineTls
     from extproc.api.errors import Finding, Path
 
 _PORTS: Final = MappingProxyType({"https": 443, "http": 80})
@@ -39,10 +39,10 @@ class ProviderAuth(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule("(self.type == 'Header') == has(self.header)", "type: Header needs header, and no other type has one"),
-        Rule("(self.type == 'AWS') == has(self.region)", "type: AWS needs region, and no other type has one"),
-        Rule("self.type == 'AWS' || !has(self.service)", "service is that of type: AWS"),
-        Rule(
+        CelRule("(self.type == 'Header') == has(self.header)", "type: Header needs header, and no other type has one"),
+        CelRule("(self.type == 'AWS') == has(self.region)", "type: AWS needs region, and no other type has one"),
+        CelRule("self.type == 'AWS' || !has(self.service)", "service is that of type: AWS"),
+        CelRule(
             f"!has(self.header) || !self.header.matches('(?i)^({'|'.join(('authorization', *_NOT_FOR_KEYS))})$')",
             "no key is sent in this header; write another one, or type: Bearer for authorization",
         ),
@@ -63,7 +63,7 @@ class Provider(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "!has(self.reportsLoad) || !self.reportsLoad || !has(self.auth) || self.auth.type == 'Bearer'",
             "another Attaché takes the key as Bearer; write that, or leave reportsLoad out",
         ),
@@ -93,7 +93,7 @@ class Provider(Spec, frozen=True):
         return host if self.port == _PORTS[self.scheme] else self.address
 
     @property
-    def signs(self) -> bool:
+    def signs_requests(self) -> bool:
         """Whether requests are signed, in place of a key in them."""
         return self.auth is not None and self.auth.type == "AWS"
 

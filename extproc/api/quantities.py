@@ -9,7 +9,7 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Self
 
-from extproc.api.advice import no_duration, no_money, no_quantity, size_mistake
+from extproc.api.error_hints import duration_hint, money_hint, quantity_hint, size_hint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -92,7 +92,7 @@ class Duration(_AsWritten, float):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         is_whole = text == "0" or "".join(number + unit for number, unit in parts) == text != ""
         if not is_whole or seconds > _LONGEST_S:
-            raise ValueError(no_duration(text))
+            raise ValueError(duration_hint(text))
         duration = super().__new__(cls, seconds)
         duration._text = str(text)
         return duration
@@ -111,7 +111,7 @@ class ByteSize(_AsWritten, int):
         match = _SIZE.fullmatch(text) if is_text else None
         size = None if match is None else _bytes_of(match)
         if size is None:
-            raise ValueError(size_mistake(given))
+            raise ValueError(size_hint(given))
         found = super().__new__(cls, size)
         found._text = text
         return found
@@ -129,7 +129,7 @@ class Quantity(_AsWritten, int):
         is_text = not isinstance(given, bool) and len(text) <= _MOST_CHARACTERS
         match = _QUANTITY.fullmatch(text) if is_text else None
         if match is None:
-            raise ValueError(no_quantity(given))
+            raise ValueError(quantity_hint(given))
         sign, number, unit, exponent = match.groups()
         value = Decimal(number) * (_UNITS[unit] if unit else Decimal(10) ** int(exponent or 0))
         if sign == "-" and value:
@@ -155,7 +155,7 @@ class Money(_AsWritten, int):
         is_text = not isinstance(given, bool) and len(text) <= _MOST_CHARACTERS
         match = _MONEY.fullmatch(text) if is_text else None
         if match is None:
-            raise ValueError(no_money(given))
+            raise ValueError(money_hint(given))
         micros = Decimal(text) * _MICRO
         if micros < 0:
             msg = f"'{text}' is negative; write 0 or more"

@@ -12,14 +12,13 @@ from extproc.api.grpc_route import GRPCRoute
 from extproc.api.http_route import ATTACHE_GROUP
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer, check_no_references
-from extproc.api.schema import suggest
+from extproc.api.schema import suggest_similar
 from extproc.api.snapshot import access_restrictions
 from extproc.api.spec import STEPS_LISTENER, namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from extproc.api.documents import DirectoryObjects, Document
     from extproc.api.errors import Finding, Mistake, Path
     from extproc.api.fallback import Fallback
     from extproc.api.gateway_config import GatewayConfig
@@ -27,9 +26,10 @@ if TYPE_CHECKING:
     from extproc.api.http_route import BackendRef
     from extproc.api.mirror import Mirror
     from extproc.api.model_route import TargetModel
+    from extproc.api.yaml_documents import DirectoryObjects, Document
 
 
-def check_names(found: Sequence[tuple[Document, Any]], what: str) -> Iterator[Mistake]:
+def check_unique_names(found: Sequence[tuple[Document, Any]], what: str) -> Iterator[Mistake]:
     """No two documents of a kind have the same name."""
     return _unique(found, lambda one: [one.metadata.key], ("metadata", "name"), lambda name: f"the {what} '{name}'")
 
@@ -38,10 +38,10 @@ def check_model_names(found: DirectoryObjects) -> Iterator[Mistake]:
     """On each listener, only one ModelRoute serves a model or adapter of a name."""
     listeners: Sequence[str | None] = [*(found.listeners or (None,)), STEPS_LISTENER]
     # check_names reports two routes with one name
-    routes = [next(same) for _, same in groupby(found.of(ModelRoute), key=lambda one: one[1].metadata.key)]
+    routes = [next(same) for _, same in groupby(found.of_type(ModelRoute), key=lambda one: one[1].metadata.key)]
     said: set[tuple[str, int, str]] = set()
     for listener in listeners:
-        attached = [(document, route) for document, route in routes if route.serves(listener)]
+        attached = [(document, route) for document, route in routes if route.serves_listener(listener)]
         where = "" if listener in (None, STEPS_LISTENER) else f" of the listener '{listener}'"
 
         def shown(name: str, where: str = where) -> str:
@@ -63,19 +63,22 @@ def check_server_references(server: ModelServer, found: DirectoryObjects) -> Ite
     yield from check_no_references(server.spec)
     file, pickers = server.spec.picker_config, found.pickers
     if file is not None and file not in pickers and file not in found.unread.files:
-        yield ("spec", "pickerConfig"), f"no file '{file}' holds an EndpointPickerConfig; {suggest(file, pickers)}"
+        yield (
+            ("spec", "pickerConfig"),
+            f"no file '{file}' holds an EndpointPickerConfig; {suggest_similar(file, pickers)}",
+        )
 
 
 def check_failure_mode(gateway: GatewayConfig, found: DirectoryObjects) -> Iterator[Finding]:
     """Envoy alone does not serve requests that policies forbid."""
-    policies = [policy for _, policy in found.of(ModelAccessPolicy)]
+    policies = [policy for _, policy in found.of_type(ModelAccessPolicy)]
     undone = access_restrictions(gateway.spec, policies) if gateway.spec.failure_mode == "Open" else []
     if undone:
         message = f"without extproc, requests would get round {', '.join(undone[:3])}; write Close, or leave it out"
         yield ("spec", "failureMode"), message
 
 
-def check_secrets(gateway: GatewayConfig, _: DirectoryObjects) -> Iterator[Finding]:
+def check_no_secret_references(gateway: GatewayConfig, _: DirectoryObjects) -> Iterator[Finding]:
     """References to Secrets, which the gateway role replaces with the content: a directory has no Secrets."""
     given = gateway.spec.authentication
     if given is None:
@@ -109,7 +112,7 @@ def check_parents(route: ModelRoute | GatewayApiRoute, found: DirectoryObjects) 
     """The listeners that it is attached to exist."""
     for index, ref in enumerate(route.spec.parent_refs if found.listeners else ()):
         if ref.section_name is not None and ref.section_name not in found.listeners:
-            advice = suggest(ref.section_name, found.listeners)
+            advice = suggest_similar(ref.section_name, found.listeners)
             path = ("spec", "parentRefs", index, "sectionName")
             yield path, f"the GatewayConfig has no listener '{ref.section_name}'; {advice}"
 
@@ -132,7 +135,7 @@ def check_backends(route: GatewayApiRoute, found: DirectoryObjects) -> Iterator[
 
 
 def _is_without_grpc(key: str, found: DirectoryObjects) -> bool:
-    servers = found.of(ModelServer)
+    servers = found.of_type(ModelServer)
     place = bisect_left(servers, key, key=lambda pair: pair[1].metadata.key)
     # one that cannot be read has mistakes of its own
     server = servers[place][1] if place < len(servers) else None
@@ -159,7 +162,7 @@ def backend_key(route: GatewayApiRoute, ref: BackendRef) -> str:
 def _none_called(kind: str, name: str, namespace: str, keys: Collection[str]) -> str:
     near = [key.removeprefix(f"{namespace}/") for key in keys if namespace_of(key) == namespace]
     where = "" if namespace == "default" else f" in the namespace '{namespace}'"
-    return f"no {kind} is called '{name}'{where}; {suggest(name, near)}"
+    return f"no {kind} is called '{name}'{where}; {suggest_similar(name, near)}"
 
 
 def _unique(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import inspect
 
-from extproc.api.advice import bounds_advice, quote_value, shape_advice
+from extproc.api.error_hints import bounds_hint, quote_value, shape_hint
 from extproc.api.errors import escape_unprintable
 from extproc.api.quantities import decode_quantity
 from extproc.api.spec import ADVICE
@@ -58,7 +58,7 @@ def advise_field(key: str, cls: type, value: Mapping[object, object]) -> str:
     return _field_advice(key, {field.encode_name: field for field in fields}, value)
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest_similar(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'?`` where one of ``known`` is close, else the list of them."""
     names = sorted(known)
     close = _nearest(word, names)
@@ -161,7 +161,7 @@ def _field_advice(key: str, fields: Mapping[str, inspect.Field], value: Mapping[
     meant = [name for name in holders if name in value] or holders
     if not _nearest(key, fields) and len(meant) == 1:
         return f"'{meant[0]}' has one: indent it below that"
-    return suggest(key, fields)
+    return suggest_similar(key, fields)
 
 
 def _fields_of(kind: inspect.Type) -> set[str]:
@@ -199,7 +199,7 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
     if isinstance(kind, inspect.LiteralType):
         if value not in kind.values:
             wrong = _shown(value, path) if isinstance(value, str) or _is_secret(path) else quote_value(value)
-            yield path, f"{wrong} is not a choice; {suggest(str(value), map(str, kind.values))}"
+            yield path, f"{wrong} is not a choice; {suggest_similar(str(value), map(str, kind.values))}"
         return
     if isinstance(kind, inspect.CustomType):
         try:
@@ -213,7 +213,7 @@ def _check_leaf(value: object, kind: inspect.Type, path: Path) -> Iterator[Findi
         if advice := _advice(value, kind):
             yield path, f"{_shown(value, path)} {advice}"
         else:
-            said = shape_advice(value, kind, is_secret=_is_secret(path)) or bounds_advice(value, kind)
+            said = shape_hint(value, kind, is_secret=_is_secret(path)) or bounds_hint(value, kind)
             yield (
                 path,
                 said or f"{_lower_first(str(error))}{'' if _is_secret(path) else f'; it is {quote_value(value)}'}",

@@ -79,10 +79,10 @@ def failure_mode_of(snapshot: Snapshot) -> Literal["Open", "Close"]:
     """The configured mode; without one, Close where mode Open would undo a setting, else Open."""
     if snapshot.gateway.failure_mode is not None:
         return snapshot.gateway.failure_mode
-    return "Close" if decided_by_extproc(snapshot) else "Open"
+    return "Close" if settings_enforced_by_extproc(snapshot) else "Open"
 
 
-def decided_by_extproc(snapshot: Snapshot) -> list[str]:
+def settings_enforced_by_extproc(snapshot: Snapshot) -> list[str]:
     """The settings that extproc alone enforces, which failure mode Open would undo."""
     found = []
     for route in snapshot.routes:
@@ -91,7 +91,9 @@ def decided_by_extproc(snapshot: Snapshot) -> list[str]:
         if route.spec.guard is not None and route.spec.guard.failure_mode == "Close":
             found.append(f"ModelRoute {route.metadata.key}: guard")
         found += [
-            f"ModelRoute {route.metadata.key}: {sets}" for sets in {rule.sets for rule in route.spec.rules} if sets
+            f"ModelRoute {route.metadata.key}: {sets}"
+            for sets in {rule.override_field for rule in route.spec.rules}
+            if sets
         ]
         matches = [rule.model_match for rule in route.spec.rules if rule.model_match is not None]
         if any(name.lower().startswith(_WRITTEN_BY_GATEWAYS) for one in matches for name in one.headers):
@@ -161,21 +163,21 @@ def limits_without_redis(snapshot: Snapshot) -> list[str]:
     return found
 
 
-def scrape_stretch(servers: Iterable[ModelServer]) -> float:
+def scrape_interval_factor(servers: Iterable[ModelServer]) -> float:
     """By what every ``scrapeInterval`` is multiplied, 1 or more, so that reading engines leaves time for requests."""
     specs = [one.spec for one in servers]
     asked_per_s = sum(len(one.endpoints) / one.report_interval_s for one in specs if one.report_interval_s)
     return max(1.0, asked_per_s / MOST_SCRAPES_PER_S)
 
 
-def kept_connections(limit: float) -> float:
+def max_idle_connections(limit: float) -> float:
     """How many connections to engines may stay open between two reads. ``limit``: descriptors of the process."""
     return max(0.0, limit - max(RESERVED_DESCRIPTORS, limit / 8))
 
 
-def stretched_intervals(snapshot: Snapshot) -> Iterator[str]:
+def scrape_interval_warnings(snapshot: Snapshot) -> Iterator[str]:
     """That engines are read less often than configured."""
-    stretch = scrape_stretch(snapshot.servers)
+    stretch = scrape_interval_factor(snapshot.servers)
     if stretch > 1:
         read = [one.spec for one in snapshot.servers if one.spec.report_interval_s]
         endpoints = sum(len(one.endpoints) for one in read)
@@ -194,16 +196,16 @@ def kv_event_sources(servers: Iterable[ModelServer]) -> int:
     return sum(len(one.endpoints) * one.kv_events.data_parallel_size for one in specs if one.kv_events is not None)
 
 
-def wanted_descriptors(snapshot: Snapshot) -> int:
+def needed_file_descriptors(snapshot: Snapshot) -> int:
     """Descriptors for connections to all engines, and for subscriptions to their events."""
     read = sum(len(one.spec.endpoints) for one in snapshot.servers if one.spec.report_interval_s)
     return read + kv_event_sources(snapshot.servers) * _OF_A_SUBSCRIPTION
 
 
-def missing_descriptors(snapshot: Snapshot, limit: float) -> Iterator[str]:
+def file_descriptor_warnings(snapshot: Snapshot, limit: float) -> Iterator[str]:
     """That connections to engines are made anew for each read, for want of descriptors."""
-    wanted = wanted_descriptors(snapshot)
-    if wanted > kept_connections(limit):
+    wanted = needed_file_descriptors(snapshot)
+    if wanted > max_idle_connections(limit):
         yield (
             f"the engines want {wanted} file descriptors, and a process may have {limit:.0f}, of which some are kept"
             f" for Envoy: connections to engines beyond that are made anew for each read; raise the hard limit to"

@@ -90,7 +90,7 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 LabelValue = Annotated[str, msgspec.Meta(max_length=63, pattern=LABEL_VALUE)]
 
 
-class Rule(NamedTuple):
+class CelRule(NamedTuple):
     """One rule of a struct: ``self`` in ``rule`` is an object of it, and ``message`` is what to write instead.
 
     Only the CEL standard's own functions, so that rules can be tried without an API server.
@@ -100,15 +100,15 @@ class Rule(NamedTuple):
     message: str
 
 
-def exactly_one(*fields: str) -> Rule:
+def exactly_one(*fields: str) -> CelRule:
     """Exactly one of the optional fields is there."""
     present = " + ".join(f"(has(self.{field}) ? 1 : 0)" for field in fields)
-    return Rule(f"{present} == 1", f"write exactly one of {', '.join(fields)}")
+    return CelRule(f"{present} == 1", f"write exactly one of {', '.join(fields)}")
 
 
-def together(first: str, second: str) -> Rule:
+def both_or_neither(first: str, second: str) -> CelRule:
     """Both optional fields are there, or neither is."""
-    return Rule(f"has(self.{first}) == has(self.{second})", f"write both {first} and {second}, or neither")
+    return CelRule(f"has(self.{first}) == has(self.{second})", f"write both {first} and {second}, or neither")
 
 
 class Spec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, kw_only=True):
@@ -116,7 +116,7 @@ class Spec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=Tr
     ``UNSUPPORTED``: fields, and values of fields, that users of other software write, each with what to do instead.
     """
 
-    CEL: ClassVar[tuple[Rule, ...]] = ()
+    CEL: ClassVar[tuple[CelRule, ...]] = ()
     UNSUPPORTED: ClassVar[dict[str, str]] = {}
 
 
@@ -144,7 +144,7 @@ class DirectoryObject(msgspec.Struct, frozen=True, kw_only=True):
     spec: Any
 
 
-def keyed_by(*fields: str) -> dict[str, object]:
+def list_map_keys(*fields: str) -> dict[str, object]:
     """Schema extensions of a list whose items differ in ``fields``: Kubernetes refuses two alike, and merges by
     them.
     """
@@ -161,7 +161,7 @@ def namespace_of(key: str) -> str:
     return key.partition("/")[0]
 
 
-def full_key(text: str) -> str:
+def qualified_key(text: str) -> str:
     """``text`` as ``namespace/name``; a name alone is in the default namespace."""
     return text if "/" in text else object_key(DEFAULT_NAMESPACE, text)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import xxhash
 
-from extproc.api.objectives import ObjectiveName
+from extproc.api.slo import ObjectiveName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,7 +48,7 @@ LOADS_LABEL: Final = "attache.dev/tells-loads"
 REPORT_PATH = "/config"
 
 
-def is_news_at(known: int) -> int:
+def next_notify_count(known: int) -> int:
     """Number of unfinished requests at which a watcher whose last line had ``known`` gets a new line at once."""
     return max(known + _MANY_MORE, known * _TIMES_AS_MANY)
 
@@ -150,7 +150,7 @@ def changed_since(now: Demand, before: Demand) -> Demand:
     return Demand(now.instance, now.sequence, now.age_s, changed, now.slot, before.sequence)
 
 
-def complete_status(report: Demand, before: Demand | None) -> Demand | None:
+def complete_demand(report: Demand, before: Demand | None) -> Demand | None:
     """The whole of a message that may name changed servers alone; None if it does not continue ``before``."""
     if not report.since:
         return report
@@ -161,7 +161,7 @@ def complete_status(report: Demand, before: Demand | None) -> Demand | None:
     return Demand(report.instance, report.sequence, report.age_s, {**before.servers, **report.servers}, report.slot)
 
 
-def bucket_of(value_s: float, bounds: tuple[float, ...]) -> int:
+def bucket_index(value_s: float, bounds: tuple[float, ...]) -> int:
     """The index of the bucket that counts ``value_s``."""
     return bisect_left(bounds, value_s)
 
@@ -197,12 +197,12 @@ class EndpointLoad(msgspec.Struct, frozen=True, rename="camel"):
     reported: int = 0
 
     @property
-    def busy_with(self) -> int:
+    def requests_at_engine(self) -> int:
         """Requests at the engine. Dispatches are counted before the engine reports them."""
         return max(self.in_flight, self.reported)
 
 
-def total(pages: Iterable[Mapping[str, EndpointLoad]]) -> dict[str, EndpointLoad]:
+def total_loads(pages: Iterable[Mapping[str, EndpointLoad]]) -> dict[str, EndpointLoad]:
     """Of several processes. Requests are each process's own and add up. Caches and reports are the same, seen by
     all.
     """

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.pricing import TokenCounts
-from extproc.api.usage import UsageCounts
+from extproc.api.usage_log import UsageCounts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.api.usage import UsageContext
+    from extproc.api.usage_log import UsageContext
 
 # No engine means a number of tokens above this one: it counts as not reported.
 MOST_TOKENS: Final = 100_000_000
@@ -65,7 +65,7 @@ CUTS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-class Expected(msgspec.Struct, frozen=True):
+class ExpectedTokens(msgspec.Struct, frozen=True):
     """What was known of a request when it was sent to an engine.
 
     ``input_tokens``, ``output_tokens``: reserved. ``answers``: number of requested answers, over all its prompts;
@@ -85,7 +85,7 @@ class Expected(msgspec.Struct, frozen=True):
     in_background: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True):
+class AnswerUsage(msgspec.Struct, frozen=True):
     """How a request ended. Durations count from its first byte.
 
     ``status``: 0 if the client left before there was one. ``has_engine``: it reached one. ``is_cut``: the answer did
@@ -111,9 +111,9 @@ class UsedTokens(msgspec.Struct, frozen=True):
     is_estimated: bool
 
 
-def expected_of(context: UsageContext) -> Expected:
+def expected_tokens_of(context: UsageContext) -> ExpectedTokens:
     """As the usage log has it."""
-    return Expected(
+    return ExpectedTokens(
         input_tokens=context.input_tokens,
         output_tokens=context.output_tokens,
         answers=context.answers,
@@ -126,35 +126,38 @@ def expected_of(context: UsageContext) -> Expected:
     )
 
 
-def used_tokens(expected: Expected, answer: Answer) -> UsedTokens | None:
+def used_tokens(expected: ExpectedTokens, answer: AnswerUsage) -> UsedTokens | None:
     """None if the request pays nothing: no engine has worked for it."""
     is_answered = 200 <= answer.status < 300 or answer.status == 0 or answer.has_timed_out
     if not (answer.has_engine and is_answered):
         return None
     counts = answer.counts
-    reported_input, reported_output = token_count(counts.prompt_tokens), token_count(counts.completion_tokens)
+    reported_input, reported_output = (
+        valid_token_count(counts.prompt_tokens),
+        valid_token_count(counts.completion_tokens),
+    )
     whole_input = min(MOST_TOKENS, max(0, expected.input_tokens)) if reported_input is None else reported_input
     output, is_estimated = _output(expected, answer, reported_output)
-    cached = min(token_count(counts.cached_tokens) or 0, whole_input)
+    cached = min(valid_token_count(counts.cached_tokens) or 0, whole_input)
     tokens = TokenCounts(
         input=whole_input,
         cached=cached,
-        written=min(token_count(counts.created_tokens) or 0, whole_input - cached),
+        written=min(valid_token_count(counts.created_tokens) or 0, whole_input - cached),
         output=output,
-        reasoning=min(token_count(counts.reasoning_tokens) or 0, output),
+        reasoning=min(valid_token_count(counts.reasoning_tokens) or 0, output),
     )
     return UsedTokens(tokens, is_estimated or reported_input is None)
 
 
-def token_count(number: float | None) -> int | None:
+def valid_token_count(number: float | None) -> int | None:
     """None for what is no number of tokens."""
     return int(number) if number is not None and 0 <= number <= MOST_TOKENS else None
 
 
-def _output(expected: Expected, answer: Answer, reported: int | None) -> tuple[int, bool]:
+def _output(expected: ExpectedTokens, answer: AnswerUsage, reported: int | None) -> tuple[int, bool]:
     """Tokens of the answer, and whether that is an estimate."""
     most = MOST_TOKENS if expected.most_output is None else min(MOST_TOKENS, max(0, expected.most_output))
-    events = token_count(answer.counts.events)
+    events = valid_token_count(answer.counts.events)
     written = (
         None if events is None else min(most, round(events * min(_MOST_PER_EVENT, max(1.0, expected.tokens_per_event))))
     )
@@ -174,7 +177,7 @@ def _output(expected: Expected, answer: Answer, reported: int | None) -> tuple[i
     return found, found > 0
 
 
-def _most_believed(expected: Expected, answer: Answer) -> int:
+def _most_believed(expected: ExpectedTokens, answer: AnswerUsage) -> int:
     """More than the requested maximum is believed: engines may read fields that extproc does not, and the client got
     the tokens. But no more than can be written in the time, which the gateway has measured.
     """
@@ -183,7 +186,7 @@ def _most_believed(expected: Expected, answer: Answer) -> int:
     return in_time if expected.most_output is None else max(expected.most_output, in_time)
 
 
-def _output_of_cut(expected: Expected, answer: Answer) -> int:
+def _output_of_cut(expected: ExpectedTokens, answer: AnswerUsage) -> int:
     """All answers are written side by side, each in the engine's time for a token."""
     if answer.first_byte_us is None and expected.is_streamed:
         return 0

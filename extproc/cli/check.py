@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING, Final
 from extproc.admission.limits import RESOURCES
 from extproc.admission.local_limits import MAX_BUCKETS
 from extproc.api.addresses import parse_address, worker_addresses
-from extproc.api.budgets import title
+from extproc.api.budgets import budget_title
+from extproc.api.config_loader import SnapshotLoader, load_directory, max_file_bytes
 from extproc.api.errors import ConfigInvalid
-from extproc.api.files import open_regular
 from extproc.api.gateway_config import unreachable_listener
 from extproc.api.kinds import DOCUMENT_KINDS
-from extproc.api.load import Loader, load_directory, max_bytes
-from extproc.api.matches import ANY_HOST, have_common_hosts
+from extproc.api.match_patterns import ANY_HOST, have_common_hosts
 from extproc.api.model_server import NO_ENCODE_STAGE, SIDECAR_CONNECTORS, TRANSLATABLE
 from extproc.api.picker_config import PICKER_KIND
 from extproc.api.references import backend_key, backend_refs
-from extproc.api.schema import suggest
+from extproc.api.schema import suggest_similar
 from extproc.api.snapshot import (
-    decided_by_extproc,
     failure_mode_of,
+    file_descriptor_warnings,
     kv_event_sources,
-    missing_descriptors,
-    stretched_intervals,
+    scrape_interval_warnings,
+    settings_enforced_by_extproc,
 )
 from extproc.api.spec import is_attached
-from extproc.cli.system import hard_limit, pluralize, print_mistakes
+from extproc.api.untrusted_files import open_regular
+from extproc.cli.common import descriptor_hard_limit, pluralize, print_mistakes
 from extproc.prefix import kv_events
-from extproc.prefix.index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, blocks_of_each
-from extproc.protocol import LONGEST_MESSAGE_TIMEOUT_S, UNREAD_PROTOCOLS
+from extproc.prefix.approximate_index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, max_blocks_per_endpoint
+from extproc.wire_protocol import LONGEST_MESSAGE_TIMEOUT_S, UNREAD_PROTOCOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from extproc.api.admission import RateLimit
     from extproc.api.authentication import ApiKey, Authentication
     from extproc.api.budgets import Budget
+    from extproc.api.cost_tiers import TierClass, Tiers
     from extproc.api.model_route import ModelRouteSpec, RouteRule
     from extproc.api.model_server import ModelServerSpec
-    from extproc.api.objectives import Slo
     from extproc.api.picker_config import PickerCheck, PickerFile
+    from extproc.api.slo import Slo
     from extproc.api.snapshot import Snapshot
-    from extproc.api.tiers import TierClass, Tiers
 
 # Of 128, some 40 are for the bundle's own files and endpoints.
 _MOST_WATCHED: Final = 80
@@ -103,29 +103,29 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *_unreached(snapshot),
             *_merged(snapshot),
             *unrouted_servers(snapshot),
-            *literal_stars(snapshot),
+            *wildcards_in_model_names(snapshot),
             *limits_without_identity(snapshot),
-            *limits_for_none(snapshot),
-            *crowded_limits(snapshot),
+            *limits_without_callers(snapshot),
+            *too_many_limit_levels(snapshot),
             *budgets_without_identity(snapshot),
             *unpriced_servers(snapshot),
             *mixed_currencies(snapshot),
             *payload_logs_without_effect(snapshot),
-            *missing_guards(snapshot),
-            *doubtful_caches(snapshot),
+            *incomplete_guards(snapshot),
+            *ineffective_response_caches(snapshot),
             *tiers_without_effect(snapshot),
             *fallbacks_without_effect(snapshot),
-            *circles_of_fallbacks(snapshot),
+            *fallback_cycles(snapshot),
             *mirrors_without_effect(snapshot),
-            *doubtful_objectives(snapshot),
-            *unsalted_messages(snapshot),
-            *doubtful_pairs(snapshot),
-            *without_effect_by_path(snapshot),
+            *ineffective_objectives(snapshot),
+            *cache_isolation_gaps(snapshot),
+            *unusable_prefill_decode_pairs(snapshot),
+            *fields_without_effect_by_path(snapshot),
             *too_many_watched_files(snapshot),
-            *stretched_intervals(snapshot),
-            *missing_descriptors(snapshot, hard_limit()),
-            *forgotten_prompts(snapshot),
-            *truncated_caches(snapshot),
+            *scrape_interval_warnings(snapshot),
+            *file_descriptor_warnings(snapshot, descriptor_hard_limit()),
+            *undersized_prefix_indexes(snapshot),
+            *undersized_kv_indexes(snapshot),
             *_without_steps(snapshot),
             *_unreadable_files(snapshot, directory),
             *_notes(snapshot),
@@ -144,7 +144,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
 
 def _check_picker_file(path: Path) -> int:
     """Exit status, as above."""
-    most = max_bytes(path.name)
+    most = max_file_bytes(path.name)
     try:
         with path.open("rb") as opened:
             content = opened.read(most + 1)
@@ -158,7 +158,7 @@ def _check_picker_file(path: Path) -> int:
         print(f"{path} is a file, and no {PICKER_KIND}; name the directory that it is in", file=sys.stderr)
         return 2
     try:
-        notes = _notes(Loader(_InstalledPlugins()).load({path.name: content}))
+        notes = _notes(SnapshotLoader(_InstalledPlugins()).load({path.name: content}))
     except ConfigInvalid as error:
         return print_mistakes(error)
     for note in notes:
@@ -183,7 +183,7 @@ def _undone_by_open(snapshot: Snapshot) -> list[str]:
     if failure_mode_of(snapshot) == "Close":
         return []
     advice = "has no effect while extproc is down, because of failureMode: Open; write Close, or leave it out"
-    return [f"{what} {advice}" for what in decided_by_extproc(snapshot)]
+    return [f"{what} {advice}" for what in settings_enforced_by_extproc(snapshot)]
 
 
 def _too_long(snapshot: Snapshot) -> list[str]:
@@ -220,7 +220,7 @@ def _unknown_models(snapshot: Snapshot) -> list[str]:
     """Models of tenants, keys and policies that no route serves: maybe misspelt, maybe yet to come."""
     names = sorted({name for route in snapshot.routes for name in route.spec.names})
     return [
-        f"no ModelRoute serves '{model}' of the {whose}; {suggest(model, names)}"
+        f"no ModelRoute serves '{model}' of the {whose}; {suggest_similar(model, names)}"
         for whose, model in _named_models(snapshot)
         if not any(_fits(model, name) for name in names)
     ]
@@ -310,7 +310,7 @@ def _named_files(snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
         if tokenizer is not None:
             yield who, f"{tokenizer}/tokenizer.json", "the index of prefixes is approximate"
     for picker, file in snapshot.picker_files.items():
-        yield from ((picker, name, "engines' metrics are not read") for _, name in file.named_files())
+        yield from ((picker, name, "engines' metrics are not read") for _, name in file.referenced_files())
     if snapshot.gateway.tracing is not None:
         yield from (("tracing", name, "no spans are sent") for name in snapshot.gateway.tracing.files)
     for guard in snapshot.gateway.guards:
@@ -340,7 +340,7 @@ class _InstalledPlugins:
         """Notes on parts of the file without effect here; raises ConfigInvalid with every mistake."""
         if self._check is None:
             # numpy, which plugins need, takes longer to load than the whole of this command
-            from extproc.llmd.files import InstalledPlugins  # noqa: PLC0415
+            from extproc.llmd.picker_builder import InstalledPlugins  # noqa: PLC0415
 
             self._check = InstalledPlugins()
         return self._check(file)
@@ -351,7 +351,7 @@ def _notes(snapshot: Snapshot) -> list[str]:
     if not snapshot.picker_files:
         return []
     # numpy, which plugins need, takes longer to load than the whole of this command
-    from extproc.llmd.files import picker_notes  # noqa: PLC0415
+    from extproc.llmd.picker_builder import picker_notes  # noqa: PLC0415
 
     return picker_notes(snapshot, tries_plugins=True)
 
@@ -380,7 +380,7 @@ def _summary(snapshot: Snapshot) -> str:
     return ", ".join(parts)
 
 
-def doubtful_objectives(snapshot: Snapshot) -> Iterator[str]:
+def ineffective_objectives(snapshot: Snapshot) -> Iterator[str]:
     """Objectives that are never judged, alerts that can never fire, and targets that contradict each other."""
     specs = {server.metadata.key: server.spec for server in snapshot.servers}
     for route in snapshot.routes:
@@ -433,11 +433,11 @@ def _rules_without_bodies(spec: ModelRouteSpec) -> Iterator[str]:
     for number, rule in enumerate(spec.rules):
         if rule.reads_body:
             yield f"rules[{number}].modelMatch never holds, as bodies are not read of"
-        if rule.sets:
-            yield f"rules[{number}]: {rule.sets} changes nothing, as bodies are not read of"
+        if rule.override_field:
+            yield f"rules[{number}]: {rule.override_field} changes nothing, as bodies are not read of"
 
 
-def without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
+def fields_without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
     """Parts of ModelRoutes that need what is not read where the path names the model."""
     protocols = {server.metadata.key: server.spec.protocol for server in snapshot.servers}
     for route in snapshot.routes:
@@ -490,11 +490,11 @@ def budgets_without_identity(snapshot: Snapshot) -> Iterator[str]:
                 if names and per in missing:
                     yield f"{what} holds for nobody, as {missing[per]}"
                 for name in sorted(set(names) - known.get(per, frozenset(names))):
-                    yield f"{what}: no key is, or is of, '{name}'; {suggest(name, known[per])}"
+                    yield f"{what}: no key is, or is of, '{name}'; {suggest_similar(name, known[per])}"
 
 
 def _named(budget: Budget) -> str:
-    shown = title(budget.name, "a key itself")
+    shown = budget_title(budget.name, "a key itself")
     return f"budget '{shown}'" if shown == budget.name else shown
 
 
@@ -509,7 +509,7 @@ def payload_logs_without_effect(snapshot: Snapshot) -> Iterator[str]:
         yield "GatewayConfig: has payloadLog, but no ModelRoute has; write it there, too, or leave it out"
 
 
-def doubtful_caches(snapshot: Snapshot) -> Iterator[str]:
+def ineffective_response_caches(snapshot: Snapshot) -> Iterator[str]:
     """Response caches that never answer, and those that more callers share than it looks."""
     gateway = snapshot.gateway
     missing = _unknown_callers(gateway.authentication, is_told=gateway.clients == "Trusted")
@@ -527,7 +527,7 @@ def doubtful_caches(snapshot: Snapshot) -> Iterator[str]:
             yield f"{what} never answers, as bodies of requests with protocol {' or '.join(sorted(known))} are not read"
 
 
-def missing_guards(snapshot: Snapshot) -> Iterator[str]:
+def incomplete_guards(snapshot: Snapshot) -> Iterator[str]:
     """Guards of which one half is missing: where they are, or whose requests they get."""
     known, named = [one.name for one in snapshot.gateway.guards], set[str]()
     for route in snapshot.routes:
@@ -538,7 +538,7 @@ def missing_guards(snapshot: Snapshot) -> Iterator[str]:
         if guard.name not in known:
             what = f"ModelRoute {route.metadata.key}: the GatewayConfig has no guard '{guard.name}'"
             effect = "go on without it" if guard.failure_mode == "Open" else "are refused"
-            yield f"{what}, so its requests {effect}; {suggest(guard.name, known)}"
+            yield f"{what}, so its requests {effect}; {suggest_similar(guard.name, known)}"
     for name in sorted({*known} - named):
         yield f"GatewayConfig: no ModelRoute names the guard '{name}'; write guard there, or leave it out"
 
@@ -626,12 +626,12 @@ def _fallback_notes(snapshot: Snapshot, targets: Sequence[ModelServerSpec], spec
         yield "has another streamUsage, so no stream without usage can go on to it; write the same"
     # all attempts have one body
     missing = [one for one in TRANSLATABLE if not _takes(spec, one) and any(_takes(own, one) for own in targets)]
-    if spec.translates and missing:
+    if spec.accepts_translated and missing:
         yield (
             f"gets requests of {' and '.join(missing)} only if they go there at once: after an attempt elsewhere"
             " nothing is translated; add the APIs to its apis if its engines have them"
         )
-    if any(one.translates for one in targets):
+    if any(one.accepts_translated for one in targets):
         yield "gets no request that was translated for a target of the rule, unless it goes there at once"
     default = snapshot.gateway.cache_isolation
     # a provider gets no salt
@@ -644,7 +644,7 @@ def _takes(spec: ModelServerSpec, api: str) -> bool:
     return spec.apis is None or api in spec.apis
 
 
-def circles_of_fallbacks(snapshot: Snapshot) -> Iterator[str]:
+def fallback_cycles(snapshot: Snapshot) -> Iterator[str]:
     """ModelServers that are each other's fallback: each gets the other's load when that fails."""
     leads: dict[str, set[str]] = {}
     for route in snapshot.routes:
@@ -687,7 +687,7 @@ def _tier_notes(rule: RouteRule, servers: Mapping[str, ModelServerSpec], without
             yield f"no request waits for ModelServer {key}; write flowControl there, or no wait"
 
 
-def limits_for_none(snapshot: Snapshot) -> Iterator[str]:
+def limits_without_callers(snapshot: Snapshot) -> Iterator[str]:
     """Limits for tenants, users or keys that no caller has."""
     gateway = snapshot.gateway
     missing = _unknown_callers(gateway.authentication, is_told=gateway.clients == "Trusted")
@@ -701,7 +701,7 @@ def limits_for_none(snapshot: Snapshot) -> Iterator[str]:
                     yield f"{where} holds for nobody, as {missing[per]}"
                 elif per in known:
                     for name in sorted(set(names) - known[per]):
-                        yield f"{where}: no key is, or is of, '{name}'; {suggest(name, known[per])}"
+                        yield f"{where}: no key is, or is of, '{name}'; {suggest_similar(name, known[per])}"
 
 
 def _known_callers(asked: Authentication | None) -> dict[str, frozenset[str]]:
@@ -766,7 +766,7 @@ def too_many_watched_files(snapshot: Snapshot) -> Iterator[str]:
         )
 
 
-def literal_stars(snapshot: Snapshot) -> Iterator[str]:
+def wildcards_in_model_names(snapshot: Snapshot) -> Iterator[str]:
     """Names of models that look like patterns."""
     for route in snapshot.routes:
         names = [
@@ -782,7 +782,7 @@ def literal_stars(snapshot: Snapshot) -> Iterator[str]:
                 )
 
 
-def unsalted_messages(snapshot: Snapshot) -> Iterator[str]:
+def cache_isolation_gaps(snapshot: Snapshot) -> Iterator[str]:
     """Caches that are to be kept apart, and that older engines share for one of the APIs.
 
     Only where isolation is configured: that of tenants by default, with authentication, is not reported.
@@ -800,7 +800,7 @@ def unsalted_messages(snapshot: Snapshot) -> Iterator[str]:
             )
 
 
-def doubtful_pairs(snapshot: Snapshot) -> Iterator[str]:
+def unusable_prefill_decode_pairs(snapshot: Snapshot) -> Iterator[str]:
     """Encoders, fields of a leg that nobody makes, and groups in which no pair can be formed."""
     for server in snapshot.servers:
         spec, name = server.spec, server.metadata.key
@@ -808,13 +808,13 @@ def doubtful_pairs(snapshot: Snapshot) -> Iterator[str]:
             yield f"ModelServer {name}: {_few(encoders)} have the role encode; {NO_ENCODE_STAGE}"
         if (group := spec.pd_group) is None:
             continue
-        if group.connector not in {None, *SIDECAR_CONNECTORS} and not group.has_own_leg:
+        if group.connector not in {None, *SIDECAR_CONNECTORS} and not group.has_gateway_prefill:
             yield (
                 f"ModelServer {name}: pdGroup.connector has no effect with leg: Sidecar; write leg: Gateway, so that"
                 " extproc requests prefills itself, or leave connector out, as LMCache's prefill and decode over NIXL"
                 " need a sidecar"
             )
-        if group.transfer_port is not None and not group.own_transfer_port:
+        if group.transfer_port is not None and not group.effective_transfer_port:
             yield (
                 f"ModelServer {name}: pdGroup.transferPort has no effect with this leg and connector: extproc writes no"
                 " port to an engine; leave it out"
@@ -847,29 +847,29 @@ def _few(addresses: Sequence[str]) -> str:
     return shown if len(addresses) <= 3 else f"{shown} and {len(addresses) - 3} more"
 
 
-def forgotten_prompts(snapshot: Snapshot) -> Iterator[str]:
+def undersized_prefix_indexes(snapshot: Snapshot) -> Iterator[str]:
     """So many endpoints that the index keeps less of each than it would of a few."""
     endpoints = sum(len(one.spec.endpoints) for one in snapshot.servers)
-    if blocks_of_each(endpoints) < MOST_BLOCKS:
+    if max_blocks_per_endpoint(endpoints) < MOST_BLOCKS:
         yield (
             f"{endpoints} endpoints: a process remembers {MOST_BLOCKS_IN_ALL} blocks of prompts, so"
-            f" {blocks_of_each(endpoints)} of each instead of {MOST_BLOCKS}, and knows less of what large caches hold;"
-            " write kvEvents, by which engines tell it, or serve a part of the models from another gateway"
+            f" {max_blocks_per_endpoint(endpoints)} of each instead of {MOST_BLOCKS}, and knows less of what large"
+            " caches hold; write kvEvents, by which engines tell it, or serve a part of the models from another gateway"
         )
 
 
-def truncated_caches(snapshot: Snapshot) -> Iterator[str]:
+def undersized_kv_indexes(snapshot: Snapshot) -> Iterator[str]:
     """So many sources of KV events that less of each can be tracked than of a few."""
     sources = kv_event_sources(snapshot.servers)
-    if kv_events.blocks_of_each_source(sources) < kv_events.MOST_BLOCKS:
+    if kv_events.max_blocks_per_source(sources) < kv_events.MOST_BLOCKS:
         yield (
             f"{sources} ranks of engines publish KV events: a process tracks {kv_events.MOST_BLOCKS_IN_ALL} blocks, so"
-            f" {kv_events.blocks_of_each_source(sources)} of each; of engines with more it uses its own records;"
+            f" {kv_events.max_blocks_per_source(sources)} of each; of engines with more it uses its own records;"
             " write larger blocks (--block-size), or serve a part of the models from another gateway"
         )
 
 
-def crowded_limits(snapshot: Snapshot) -> Iterator[str]:
+def too_many_limit_levels(snapshot: Snapshot) -> Iterator[str]:
     """More levels of limits than a process keeps, if every tenant and key uses every route."""
     gateway = snapshot.gateway
     keys = () if gateway.authentication is None else gateway.authentication.api_keys

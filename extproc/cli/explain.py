@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.spec import full_key
-from extproc.cli.system import print_mistakes, printable, read_page
+from extproc.api.spec import qualified_key
+from extproc.cli.common import fetch_page, print_mistakes, printable
 from extproc.errors import Refusal
-from extproc.protocol import CHAT_PATH
+from extproc.wire_protocol import CHAT_PATH
 
 if TYPE_CHECKING:
     from extproc.core.explanation import Explanation
@@ -109,7 +109,7 @@ def main(words: list[str], prog: str = "extproc explain") -> int:
 
 def _unrouted(config: Path) -> str:
     """How to ask about a ModelServer that no route leads to."""
-    from extproc.api.load import load_directory  # noqa: PLC0415 - as below
+    from extproc.api.config_loader import load_directory  # noqa: PLC0415 - as below
 
     names = ", ".join(server.metadata.key for server in load_directory(config).servers)
     return f"to ask a ModelServer without a route, write --server NAME; there are: {names}"
@@ -146,22 +146,22 @@ def _explain(options: argparse.Namespace, headers: dict[str, str], body: bytes) 
     if options.url is not None:
         return _ask(options, headers, body)
     # these load numpy: not for --help
-    from extproc.api.load import load_directory  # noqa: PLC0415
+    from extproc.api.config_loader import load_directory  # noqa: PLC0415
     from extproc.core.core import Core  # noqa: PLC0415
-    from extproc.core.record import BUNDLE, Attachment, Head  # noqa: PLC0415
-    from extproc.llmd.files import PickerFactory  # noqa: PLC0415
+    from extproc.core.request_record import BUNDLE, GatewayProperties, RequestHead  # noqa: PLC0415
+    from extproc.llmd.picker_builder import PickerFactory  # noqa: PLC0415
 
     core = Core(
         load_directory(options.config), rng=random.Random(), ticket_prefix="explain", make_picker=PickerFactory()
     )
-    head = Head("POST", options.path, headers, has_body=True, is_trusted=True, listener=options.listener)
+    head = RequestHead("POST", options.path, headers, has_body=True, is_trusted=True, listener=options.listener)
     pool, server = _key(options.pool) or None, _key(options.server)
-    arrival = core.builder.strategy(server=server, pool=pool)(head, body)
-    return core.explain(arrival, 0.0, attachment=BUNDLE if pool is None or server else Attachment(choices=1))
+    arrival = core.builder.arrival_builder(server=server, pool=pool)(head, body)
+    return core.explain(arrival, 0.0, attachment=BUNDLE if pool is None or server else GatewayProperties(choices=1))
 
 
 def _key(name: str) -> str:
-    return full_key(name) if name else ""
+    return qualified_key(name) if name else ""
 
 
 def _ask(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> Explanation:
@@ -175,6 +175,6 @@ def _ask(options: argparse.Namespace, headers: dict[str, str], body: bytes) -> E
     where = f"{url.rstrip('/')}/debug/explain{options.path}?{query}"
     request = urllib.request.Request(where, data=body, headers=headers)  # noqa: S310 - checked
     try:
-        return msgspec.json.decode(read_page(request, timeout_s=_TIMEOUT_S), type=Explanation)
+        return msgspec.json.decode(fetch_page(request, timeout_s=_TIMEOUT_S), type=Explanation)
     except (ValueError, RecursionError) as error:  # the decoder's error is a ValueError
         raise OSError(f"the page there explains nothing ({error})") from None

@@ -15,32 +15,32 @@ import uvloop
 
 from extproc.api.addresses import worker_addresses
 from extproc.api.quantities import Duration
-from extproc.api.spec import full_key
+from extproc.api.spec import qualified_key
 from extproc.api.tracing import parse_otlp
-from extproc.cli.system import metrics_address, name_process, raise_limit
-from extproc.ports import ListenFailed
+from extproc.cli.common import parse_metrics_address, raise_descriptor_limit, set_process_name
+from extproc.listen_sockets import ListenFailed
 from extproc.replication.buses import RedisUnusable
 from extproc.runtime import app
-from extproc.runtime.app import Settings, Tls
-from extproc.runtime.worker import Worker
+from extproc.runtime.app import GrpcTls, Settings
+from extproc.runtime.worker import WorkerSettings
 from extproc.streams.context import GatewayOptions
 from extproc.streams.tls import CertificateInvalid, TlsFiles, TlsLimits
 
 if TYPE_CHECKING:
     import argparse
 
-    from extproc.api.load import Directory
+    from extproc.api.config_loader import ConfigSource
     from extproc.api.snapshot import Snapshot
 
 # Envoy checks every second who is healthy.
 _NOTICE_S: Final = 3.0
 
 
-def serve(options: argparse.Namespace, directory: Directory, snapshot: Snapshot) -> int:
+def serve(options: argparse.Namespace, directory: ConfigSource, snapshot: Snapshot) -> int:
     """Run one process until a signal; exit status 2 if it cannot start."""
-    worker = None if options.worker is None else msgspec.json.decode(options.worker, type=Worker)
+    worker = None if options.worker is None else msgspec.json.decode(options.worker, type=WorkerSettings)
     if worker is not None:
-        name_process(f"worker-{worker.number}")
+        set_process_name(f"worker-{worker.number}")
         for descriptor in worker.others:
             os.close(descriptor)
     try:
@@ -51,11 +51,11 @@ def serve(options: argparse.Namespace, directory: Directory, snapshot: Snapshot)
     return 0
 
 
-def _settings(options: argparse.Namespace, config: Directory, worker: Worker | None) -> Settings:
+def _settings(options: argparse.Namespace, config: ConfigSource, worker: WorkerSettings | None) -> Settings:
     """Of options that were checked."""
     listen, decisions = options.listen, options.decision_log
     listens = [listen]
-    metrics = metrics_address(options.metrics)
+    metrics = parse_metrics_address(options.metrics)
     health = options.health
     if worker is not None:
         number, count = worker.number, worker.workers
@@ -68,7 +68,7 @@ def _settings(options: argparse.Namespace, config: Directory, worker: Worker | N
     return Settings(
         config=config,
         listen=listen,
-        descriptors=raise_limit(),
+        descriptors=raise_descriptor_limit(),
         metrics=metrics,
         grace_s=_grace_s(options),
         drain_s=Duration(options.drain),
@@ -76,7 +76,7 @@ def _settings(options: argparse.Namespace, config: Directory, worker: Worker | N
         gateway=GatewayOptions(
             buffered_choices=options.buffered_choices,
             duplex_choices=options.duplex_choices,
-            pool=None if options.pool is None else full_key(options.pool),
+            pool=None if options.pool is None else qualified_key(options.pool),
             conformance=options.conformance,
             trusts_headers=options.trust_headers,
             whole_bodies=options.whole_bodies,
@@ -110,8 +110,8 @@ def _grace_s(options: argparse.Namespace) -> float:
     return _NOTICE_S if (options.workers or 1) > 1 or options.pool is not None else 0.0
 
 
-def _tls(options: argparse.Namespace) -> Tls | None:
+def _tls(options: argparse.Namespace) -> GrpcTls | None:
     limits = TlsLimits(options.tls_min_version, options.tls_ciphers)
     if options.tls_cert is not None:
-        return Tls(TlsFiles(options.tls_cert, options.tls_key), limits)
-    return Tls(limits=limits) if options.tls_self_signed else None
+        return GrpcTls(TlsFiles(options.tls_cert, options.tls_key), limits)
+    return GrpcTls(limits=limits) if options.tls_self_signed else None

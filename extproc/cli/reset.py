@@ -13,9 +13,9 @@ from typing import Final
 import msgspec
 
 from extproc.api.addresses import parse_endpoint
-from extproc.api.spec import full_key
+from extproc.api.spec import qualified_key
 from extproc.api.status_pages import RESET_PATH
-from extproc.cli.system import printable, read_page
+from extproc.cli.common import fetch_page, printable
 
 _TIMEOUT_S: Final = 5.0
 _closed: Final = msgspec.json.Decoder(list[str])
@@ -50,10 +50,10 @@ def main(words: list[str], prog: str = "extproc reset") -> int:
         parse_endpoint(options.metrics)
     except ValueError as error:
         made.error(str(error))
-    query = urllib.parse.urlencode({"server": full_key(options.server), "engine": options.engine})
+    query = urllib.parse.urlencode({"server": qualified_key(options.server), "engine": options.engine})
     request = urllib.request.Request(f"http://{options.metrics}{RESET_PATH}?{query}", b"", method="POST")
     try:
-        closed = _closed.decode(read_page(request, timeout_s=_TIMEOUT_S))
+        closed = _closed.decode(fetch_page(request, timeout_s=_TIMEOUT_S))
     except urllib.error.HTTPError as error:
         with error:
             text = error.read(1000).decode(errors="replace").strip()

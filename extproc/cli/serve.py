@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.addresses import parse_address
+from extproc.api.dns_resolution import AddressTiming
 from extproc.api.errors import ConfigInvalid
-from extproc.api.files import read_token
 from extproc.api.gateway_config import GatewayConfigSpec
-from extproc.api.host_names import ResolutionTiming
 from extproc.api.quantities import Duration
 from extproc.api.snapshot import Snapshot
-from extproc.api.spec import full_key
+from extproc.api.spec import qualified_key
 from extproc.api.tracing import parse_otlp
-from extproc.cli.system import metrics_address, name_process, print_mistakes, resolved_directory
+from extproc.api.untrusted_files import read_token
+from extproc.cli.common import parse_metrics_address, print_mistakes, resolved_directory, set_process_name
 from extproc.cli.workers import AWAITED, supervise
 from extproc.logs import add_log_options, start_logging
-from extproc.runtime.worker import Worker
+from extproc.runtime.worker import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
-_PATIENCE: Final = ResolutionTiming(keep_s=10.0, settle_s=4.0)
+_PATIENCE: Final = AddressTiming(keep_s=10.0, settle_s=4.0)
 # Where a password may stand: command lines are for all to read.
 REDIS_VARIABLE: Final = "ATTACHE_REDIS"
 # Of a directory that is not there yet.
@@ -50,7 +50,7 @@ def main(words: list[str], prog: str = "extproc") -> int:
         options.worker = _await_worker()
         if not options.worker:
             return 0
-    from extproc.llmd.files import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
+    from extproc.llmd.picker_builder import picker_notes  # noqa: PLC0415 - loads numpy: not for --help
 
     directory = resolved_directory(options.config, _PATIENCE)
     try:
@@ -72,7 +72,7 @@ def main(words: list[str], prog: str = "extproc") -> int:
         for note in notes:
             log.info("%s", note)
     else:
-        start_logging(options, worker=msgspec.json.decode(options.worker, type=Worker).number)
+        start_logging(options, worker=msgspec.json.decode(options.worker, type=WorkerSettings).number)
 
     if options.workers is not None and options.worker is None:
         return supervise(options, words)
@@ -85,25 +85,25 @@ def _await_worker() -> str:
     """Load all that serves, then wait for the supervisor to tell who this process is; empty if it has ended."""
     import extproc.cli.launch  # noqa: PLC0415
     import extproc.console.pages  # noqa: PLC0415
-    import extproc.feeds.adapters  # noqa: PLC0415
-    import extproc.runtime.pages  # noqa: F401, PLC0415
+    import extproc.feeds.adapter_loader  # noqa: PLC0415
+    import extproc.runtime.admin_pages  # noqa: F401, PLC0415
 
     # what is loaded stays: the collector need not look through it when the process begins to serve
     gc.collect()
     gc.freeze()
-    name_process("spare")
+    set_process_name("spare")
     return sys.stdin.readline().strip()
 
 
 def _has_pool(snapshot: Snapshot, pool: str) -> bool:
-    return full_key(pool) in {server.metadata.key for server in snapshot.servers}
+    return qualified_key(pool) in {server.metadata.key for server in snapshot.servers}
 
 
 def _check(options: argparse.Namespace) -> None:
     """Raises ValueError for an option that does not parse or does not fit the others."""
     if not options.listen.startswith("unix:"):
         parse_address(options.listen)
-    metrics = metrics_address(options.metrics)
+    metrics = parse_metrics_address(options.metrics)
     workers = 1 if options.workers is None else options.workers
     if isinstance(metrics, Path) and workers > 1:
         raise ValueError("--metrics unix:PATH goes with one process; with --workers write IP:PORT")

@@ -13,9 +13,9 @@ import msgspec
 
 from extproc.api.addresses import parse_endpoint
 from extproc.api.status_pages import SLO_PATH, ObjectiveCounts
-from extproc.cli.system import printable, read_page
-from extproc.cli.top_view import UNBOUNDED, table
-from extproc.metrics.attainment import Attainment, joined
+from extproc.cli.common import fetch_page, printable
+from extproc.cli.top_view import UNBOUNDED, format_table
+from extproc.metrics.slo_attainment import Attainment, merge_attainments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +72,7 @@ def main(words: list[str], prog: str = "extproc slo") -> int:
     except ValueError as error:
         made.error(str(error))
     try:
-        found = joined(one for page in pages for one in _read(page))
+        found = merge_attainments(one for page in pages for one in _read(page))
     except _Unread as error:
         print(printable(f"{error}; is extproc running there?"), file=sys.stderr)
         return 2
@@ -81,7 +81,7 @@ def main(words: list[str], prog: str = "extproc slo") -> int:
         return 0
     wall_clock = time.time  # noqa: TID251 - an edge
     print(printable("\n".join(render(found, now_s=wall_clock(), worst=options.worst))))
-    return int(any(one.budget_left <= 0 for one in found if one.bad))
+    return int(any(one.budget_left <= 0 for one in found if one.missed_requests))
 
 
 class _Unread(Exception):
@@ -98,7 +98,7 @@ def _address(text: str) -> str:
 def _read(page: str) -> list[ObjectiveCounts]:
     """Raises _Unread."""
     try:
-        text = read_page(f"http://{page}{SLO_PATH}", timeout_s=_TIMEOUT_S)
+        text = fetch_page(f"http://{page}{SLO_PATH}", timeout_s=_TIMEOUT_S)
         return [_decoder.decode(line) for line in text.splitlines()]
     except (OSError, ValueError, RecursionError) as error:
         raise _Unread(f"no objectives at {page}: {getattr(error, 'reason', error)}") from error
@@ -107,12 +107,12 @@ def _read(page: str) -> list[ObjectiveCounts]:
 def render(found: Sequence[Attainment], *, now_s: float, worst: int) -> list[str]:
     """The table, and the worst hours of each objective that was missed."""
     hour = int(now_s // _HOUR_S)
-    lines = table(_HEADS, [_row(one, hour) for one in found], width=UNBOUNDED)
+    lines = format_table(_HEADS, [_row(one, hour) for one in found], width=UNBOUNDED)
     hours = [
         f"{one.counts.route} {one.counts.name} {one.counts.objective}: {bad:,} of {requests:,} missed"
         f" ({bad / requests:.1%}) in the hour from {datetime.fromtimestamp(at * _HOUR_S, UTC):%Y-%m-%d %H:%M} UTC"
         for one in found
-        for at, bad, requests in one.worst(worst)
+        for at, bad, requests in one.worst_hours(worst)
         if 0 <= at * _HOUR_S < _LAST_S
     ]
     unseen = [
@@ -131,7 +131,7 @@ def _row(one: Attainment, hour: int) -> list[str]:
         counts.name,
         f"{counts.objective} {_duration(counts.target_s)}",
         f"{100 * counts.share:.6g}% in {_duration(counts.window_s)}",
-        f"{_floored(1.0 - one.bad / requests)}%" if requests else "-",
+        f"{_floored(1.0 - one.missed_requests / requests)}%" if requests else "-",
         f"{requests:,}",
         f"{counts.excluded:,}",
         f"{one.budget_left:.1%}" if requests else "-",

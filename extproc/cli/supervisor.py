@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.notify import ALIVE, NOTIFY_VARIABLE, READY, STOPPING, WATCHDOG_VARIABLE
+from extproc.sd_notify import ALIVE, NOTIFY_VARIABLE, READY, STOPPING, WATCHDOG_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ _LIBC: Final = ctypes.CDLL(None)
 _serials: Final = itertools.count()
 
 
-def next_pause(pause_s: float, *, lived_s: float) -> float:
+def next_restart_pause(pause_s: float, *, lived_s: float) -> float:
     """How long to wait before another start of a program that lived for ``lived_s``; ``pause_s`` was the pause before
     its last start.
     """
@@ -116,7 +116,7 @@ class Process:
         """Since its start."""
         return asyncio.get_running_loop().time() - self._began_s
 
-    async def follow(self) -> None:
+    async def receive_reports(self) -> None:
         """Receive its reports until it ends."""
         loop, ended = asyncio.get_running_loop(), asyncio.create_task(self._process.wait())
         loop.add_reader(self._reports, self._receive)
@@ -129,7 +129,7 @@ class Process:
             self._reports.close()
         self._change()
 
-    def report(self, *reports: bytes) -> None:
+    def on_report(self, *reports: bytes) -> None:
         """It reports by its socket, or somebody has asked it."""
         if ALIVE in reports:
             self._missed, self._has_reported = 0, True
@@ -140,12 +140,12 @@ class Process:
         if STOPPING in reports or READY in reports:
             self._change()
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Pass a signal on, if it runs."""
         if self.status is None:
             self._process.send_signal(number)
 
-    def become(self, program: Program) -> None:
+    def assign_program(self, program: Program) -> None:
         """Tell a spare process what it is to be: it lives from now on."""
         self.name, self._missed = program.name, 0 if program.is_watched else None
         self._began_s = asyncio.get_running_loop().time()
@@ -155,7 +155,7 @@ class Process:
 
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self.report(*self._reports.recv(4096).splitlines())
+            self.on_report(*self._reports.recv(4096).splitlines())
 
     def _check(self) -> None:
         """Count checks, not seconds: while the machine sleeps, or is too busy for the supervisor, there are none. Nor
@@ -173,7 +173,7 @@ class Process:
             since = f"for {most_s:g} s" if self._has_reported else "since its start"
             log.warning("%s has not reported %s, and is killed", self.name, since)
             self._missed = None
-            self.send(signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
 
     def _change(self) -> None:
         if self.is_ready or self.status is not None:
@@ -181,7 +181,7 @@ class Process:
         self.changed()
 
 
-class Spare:
+class SpareProcess:
     """A process that has loaded everything, and waits for a line on its standard input. One for all children; another
     is started once the one that was taken is ready.
     """
@@ -206,13 +206,13 @@ class Spare:
                     await _is_set_within(self._stopped, LONGEST_PAUSE_S)
                     continue
                 self._waiting = process
-                group.create_task(process.follow())
+                group.create_task(process.receive_reports())
                 if self._stopped.is_set():
                     self.stop()
                 await process.settled.wait()
                 if process is self._waiting:
                     # nobody has taken it
-                    pause_s = next_pause(pause_s, lived_s=process.lived_s)
+                    pause_s = next_restart_pause(pause_s, lived_s=process.lived_s)
                     await _is_set_within(self._stopped, pause_s)
 
     @property
@@ -225,26 +225,28 @@ class Spare:
         process, self._waiting = self._waiting, None
         if process is None or process.status is not None:
             return None
-        process.become(program)
+        process.assign_program(program)
         return process
 
-    def renew(self) -> None:
+    def replace(self) -> None:
         """Start another in place of the one that waits: the code may have changed since it was loaded."""
         process, self._waiting = self._waiting, None
         if process is not None:
             # it has nothing to end, and may hang
-            process.send(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
 
     def stop(self) -> None:
         """End the one that waits, and start no other."""
         self._stopped.set()
-        self.renew()
+        self.replace()
 
 
-class Child:
+class SupervisedProgram:
     """A program's process and its successors. ``ready``: set while one of them serves."""
 
-    def __init__(self, program: Program, folder: Path, *, spare: Spare | None = None, is_needed: bool = True) -> None:
+    def __init__(
+        self, program: Program, folder: Path, *, spare: SpareProcess | None = None, is_needed: bool = True
+    ) -> None:
         """``folder``: of the sockets for reports. ``is_needed``: a mistake of usage at the first start is the end."""
         self.ready = asyncio.Event()
         self.program = program
@@ -274,7 +276,7 @@ class Child:
             except OSError as error:
                 self._is_restarting = False
                 self._changed.set()
-                pause_s = next_pause(pause_s, lived_s=0.0)
+                pause_s = next_restart_pause(pause_s, lived_s=0.0)
                 log.warning("%s cannot be started, and is tried again in %g s: %s", self.program.name, pause_s, error)
                 if await _is_set_within(self._stopped, pause_s):
                     return 0
@@ -294,7 +296,7 @@ class Child:
             self.ready.clear()
             if self._stopped.is_set() or (process.status == _USAGE and self._is_needed and serving is None):
                 return max(process.status, 0)
-            pause_s = next_pause(pause_s, lived_s=process.lived_s)
+            pause_s = next_restart_pause(pause_s, lived_s=process.lived_s)
             if await _is_set_within(self._stopped, self._pause_after(process, pause_s)):
                 return 0
 
@@ -302,12 +304,12 @@ class Child:
         process = None if self._spare is None else self._spare.pop_process(self.program)
         if process is None:
             process = await Process.start(self.program, self._folder)
-            group.create_task(process.follow())
+            group.create_task(process.receive_reports())
         process.changed = self._changed.set
         self._starts += 1
         self._processes = [*(one for one in self._processes if one.status is None), process]
         if self._stopped.is_set():
-            process.send(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
         return process
 
     async def _until_settled(self, process: Process, predecessor: Process | None) -> None:
@@ -324,7 +326,7 @@ class Child:
     def _on_ready(self, predecessor: Process | None) -> None:
         """The newest process is ready, and its predecessor may run."""
         if predecessor is not None:
-            predecessor.send(signal.SIGUSR1)
+            predecessor.send_signal(signal.SIGUSR1)
         if self._starts > 1:
             log.info("%s is ready again", self.program.name)
         self.ready.set()
@@ -346,17 +348,17 @@ class Child:
         """Pass a signal on; nothing is started again."""
         self._stopped.set()
         self._changed.set()
-        self.send(number)
+        self.send_signal(number)
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Pass a signal on to what runs."""
         for process in self._processes:
-            process.send(number)
+            process.send_signal(number)
 
-    def report_ready(self) -> None:
+    def mark_ready(self) -> None:
         """For a process that reports nothing by itself: whoever has asked it."""
         for process in self._processes[-1:]:
-            process.report(READY)
+            process.on_report(READY)
 
     async def restart(self) -> None:
         """Have a successor take over; returns once it has, or has ended at its start."""
@@ -401,7 +403,7 @@ def _end_with_parent(number: signal.Signals) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
-async def restart_one_by_one(children: Sequence[Child]) -> None:
+async def restart_one_by_one(children: Sequence[SupervisedProgram]) -> None:
     """Replace each when the one before is ready."""
     for child in children:
         await child.restart()

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from extproc.api.addresses import parse_endpoint
 from extproc.api.quantities import Duration
 from extproc.api.status_pages import ConfigReport
-from extproc.cli.system import printable, read_page
+from extproc.cli.common import fetch_page, printable
 from extproc.cli.top_view import MODEL_MISSING, UNBOUNDED, MetricsSnapshot, render
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _read(pages: list[str]) -> MetricsSnapshot:
     for page in pages:
         one = MetricsSnapshot()
         try:
-            text = read_page(f"http://{page}/metrics", timeout_s=_TIMEOUT_S).decode()
+            text = fetch_page(f"http://{page}/metrics", timeout_s=_TIMEOUT_S).decode()
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
                     one.add(sample.name, sample.labels, sample.value)
@@ -140,7 +140,7 @@ def _read(pages: list[str]) -> MetricsSnapshot:
 def _wrong_models(page: str) -> Mapping[str, str]:
     """What engines list instead, which metrics do not have: names of engines may be any text."""
     try:
-        text = read_page(f"http://{page}/config", timeout_s=_TIMEOUT_S)
+        text = fetch_page(f"http://{page}/config", timeout_s=_TIMEOUT_S)
         return msgspec.json.decode(text, type=ConfigReport).wrong_models
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         # its metrics name the engines all the same

@@ -89,7 +89,7 @@ _UNITS: Final = {
 }
 
 
-def table(
+def format_table(
     heads: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
@@ -186,7 +186,7 @@ def _state(now: MetricsSnapshot, server: str, endpoint: str) -> EngineState:
     )
 
 
-def summary(states: list[EngineState]) -> str:
+def engine_summary(states: list[EngineState]) -> str:
     """How many are in which state; those in none are left out."""
     counts = {
         status_text: sum(one.status_text == status_text for one in states)
@@ -197,7 +197,7 @@ def summary(states: list[EngineState]) -> str:
     )
 
 
-def ailments(states: list[EngineState], *, wall_now_s: float, width: int) -> list[str]:
+def unhealthy_engines(states: list[EngineState], *, wall_now_s: float, width: int) -> list[str]:
     """A paragraph for each engine that is not well, and an empty line; nothing if all are well."""
     lines: list[str] = []
     for one in states:
@@ -260,7 +260,9 @@ def engine_table(
     values = [_row(one, partial(now.get, server=one.server, endpoint=one.endpoint), rate) for one in states]
     rows = [[one.server, one.endpoint, one.role or "-", *row] for one, row in zip(states, values, strict=True)]
     without = () if any(one.role for one in states) else ("ROLE",)
-    return table(["SERVER", "ENGINE", "ROLE", *heads], rows, width=width, without=without, expendable=_EXPENDABLE)
+    return format_table(
+        ["SERVER", "ENGINE", "ROLE", *heads], rows, width=width, without=without, expendable=_EXPENDABLE
+    )
 
 
 def _row(one: EngineState, value: Callable[[str], float | None], rate: Callable[..., float]) -> list[str]:
@@ -305,12 +307,12 @@ def render(
         f"{rate('attache_picks_total'):.1f} picks/s, {now.sum('attache_open_streams'):.0f} requests open, "
         f"{rate('attache_requests_total', outcome='rate_limited'):.1f} rate-limited/s, "
         f"{now.sum('attache_queue_waiting'):.0f} waiting",
-        summary(states),
+        engine_summary(states),
         "",
         *_refused_directory(now, width),
         *_failing_servers(now, width),
         *_wrong_models(now, width),
-        *ailments(states, wall_now_s=wall_now_s, width=width),
+        *unhealthy_engines(states, wall_now_s=wall_now_s, width=width),
         *_failing_plugins(now, rate, width),
         *engine_table(states, now, rate, width=width),
         *_answers(now, rate, width),
@@ -379,7 +381,9 @@ def _answers(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> li
         ]
         for (server,) in now.values_of("attache_picks_total", "server")
     ]
-    return table(["SERVER", "PICKS/S", "2XX/S", "4XX/S", "5XX/S", "NO ANSWER/S", "FALLBACKS/S"], rows, width=width)
+    return format_table(
+        ["SERVER", "PICKS/S", "2XX/S", "4XX/S", "5XX/S", "NO ANSWER/S", "FALLBACKS/S"], rows, width=width
+    )
 
 
 def _caches(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> list[str]:
@@ -390,7 +394,7 @@ def _caches(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> lis
         hits, misses, passed = (rate(name, route=route, result=one) for one in ("hit", "miss", "bypass"))
         share = f"{hits / (hits + misses):.0%}" if hits + misses else "-"
         rows.append([route, f"{hits:.1f}", f"{misses:.1f}", f"{passed:.1f}", share])
-    return table(["ROUTE", "CACHE HITS/S", "MISSES/S", "NOT LOOKED UP/S", "HIT SHARE"], rows, width=width)
+    return format_table(["ROUTE", "CACHE HITS/S", "MISSES/S", "NOT LOOKED UP/S", "HIT SHARE"], rows, width=width)
 
 
 def _queues(before: MetricsSnapshot, now: MetricsSnapshot, rate: Callable[..., float], width: int) -> list[str]:
@@ -408,7 +412,7 @@ def _queues(before: MetricsSnapshot, now: MetricsSnapshot, rate: Callable[..., f
         for server, band in now.values_of("attache_queue_waiting", "server", "band")
     ]
     heads = ["SERVER", "BAND", "WAITING", "SENT/S", "MEAN WAIT", "TIMEOUTS/S", "LEFT/S", "SATURATION"]
-    return table(heads, rows, width=width, expendable=("LEFT/S", "SENT/S", "TIMEOUTS/S"))
+    return format_table(heads, rows, width=width, expendable=("LEFT/S", "SENT/S", "TIMEOUTS/S"))
 
 
 def _rate(before: MetricsSnapshot, now: MetricsSnapshot, seconds: float, name: str, **labels: str) -> float:
@@ -431,7 +435,7 @@ def _tenants(now: MetricsSnapshot, rate: Callable[..., float], most: int, width:
         for name in sorted(names, key=lambda name: -service[name])[:most]
     ]
     heads = ["TENANT", "SENT/S", "SERVICE TOK/S", "SHARE", "WAITING", "REFUSED/S"]
-    return table(heads, rows, width=width, expendable=("SERVICE TOK/S",))
+    return format_table(heads, rows, width=width, expendable=("SERVICE TOK/S",))
 
 
 def _budgets(now: MetricsSnapshot, most: int, width: int) -> list[str]:
@@ -445,7 +449,7 @@ def _budgets(now: MetricsSnapshot, most: int, width: int) -> list[str]:
         [budget, caller or "(all)", _UNITS.get(unit, unit), f"{used:.0%}"]
         for used, budget, caller, unit in sorted(found, key=lambda one: (-one[0], one[1:]))[:most]
     ]
-    return table(["BUDGET", "CALLER", "OF", "USED"], rows, width=width)
+    return format_table(["BUDGET", "CALLER", "OF", "USED"], rows, width=width)
 
 
 def _mean_wait(before: MetricsSnapshot, now: MetricsSnapshot, server: str, band: str) -> str:

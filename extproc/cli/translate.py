@@ -12,11 +12,11 @@ import uvloop
 
 from extproc.api.addresses import parse_address
 from extproc.api.quantities import Duration
-from extproc.cli.system import name_process, raise_limit
+from extproc.cli.common import raise_descriptor_limit, set_process_name
+from extproc.listen_sockets import ListenFailed
 from extproc.logs import add_log_options, start_logging
-from extproc.ports import ListenFailed
-from extproc.protocol import TRANSLATED_SOCKET, TRANSLATOR_SOCKET
 from extproc.runtime.translator import serve
+from extproc.wire_protocol import TRANSLATED_SOCKET, TRANSLATOR_SOCKET
 
 
 def parser(prog: str = "attache translate") -> argparse.ArgumentParser:
@@ -58,8 +58,8 @@ def main(words: list[str], prog: str = "attache translate") -> int:
     except ValueError as error:
         made.error(str(error))
     start_logging(options)
-    name_process("translate")
-    raise_limit()
+    set_process_name("translate")
+    raise_descriptor_limit()
     # a long body is many objects without cycles: the collector would look through all of them again and again
     gc.freeze()
     gc.set_threshold(50_000, 4, 100)

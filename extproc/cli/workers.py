@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extproc.api.addresses import worker_addresses
-from extproc.cli.supervisor import Child, Program, Spare, restart_one_by_one
-from extproc.notify import READY, notify
-from extproc.ports import ListenFailed, listen
-from extproc.runtime.worker import Worker
+from extproc.cli.supervisor import Program, SpareProcess, SupervisedProgram, restart_one_by_one
+from extproc.listen_sockets import ListenFailed, listen
+from extproc.runtime.worker import WorkerSettings
+from extproc.sd_notify import READY, notify
 
 if TYPE_CHECKING:
     import argparse
@@ -54,19 +54,19 @@ async def _supervise(words: Sequence[str], count: int, sockets: Sequence[Sequenc
     descriptors = tuple(one.fileno() for of_option in sockets for one in of_option)
     command = (sys.executable, "-m", "extproc", *words, "--worker")
     with tempfile.TemporaryDirectory(prefix="attache-") as directory:
-        folder, children = Path(directory), list[Child]()
+        folder, children = Path(directory), list[SupervisedProgram]()
         # as an orphan, too, it may be a worker by then
-        spare = Spare(Program("spare", (*command, AWAITED), descriptors, orphaned=signal.SIGUSR1), folder)
+        spare = SpareProcess(Program("spare", (*command, AWAITED), descriptors, orphaned=signal.SIGUSR1), folder)
         for number in range(count):
             listening, metrics, health = own = [one[number].fileno() if one else None for one in sockets]
             others = tuple(one for one in descriptors if one not in own)
-            worker = Worker(number, count, directory, listening, metrics, health, others)
+            worker = WorkerSettings(number, count, directory, listening, metrics, health, others)
             encoded = msgspec.json.encode(worker).decode()
             # an orphan leaves everything to the next supervisor's workers at once
             program = Program(
                 f"worker-{number}", (*command, encoded), descriptors, encoded, signal.SIGUSR1, is_watched=True
             )
-            children.append(Child(program, folder, spare=spare))
+            children.append(SupervisedProgram(program, folder, spare=spare))
 
         def stop(number: signal.Signals) -> None:
             spare.stop()
@@ -90,7 +90,7 @@ async def _supervise(words: Sequence[str], count: int, sockets: Sequence[Sequenc
     return max(statuses)
 
 
-async def _keep_spare(children: Sequence[Child], spare: Spare, tasks: asyncio.TaskGroup) -> None:
+async def _keep_spare(children: Sequence[SupervisedProgram], spare: SpareProcess, tasks: asyncio.TaskGroup) -> None:
     """Once all serve, report that, and have a spare process: it need not delay them."""
     for child in children:
         await child.ready.wait()
@@ -98,10 +98,10 @@ async def _keep_spare(children: Sequence[Child], spare: Spare, tasks: asyncio.Ta
     tasks.create_task(spare.run())
 
 
-async def _restart(children: Sequence[Child], spare: Spare, wanted: asyncio.Event) -> None:
+async def _restart(children: Sequence[SupervisedProgram], spare: SpareProcess, wanted: asyncio.Event) -> None:
     """Replace the processes whenever ``wanted`` is set, until cancelled."""
     while True:
         await wanted.wait()
         wanted.clear()
-        spare.renew()
+        spare.replace()
         await restart_one_by_one(children)

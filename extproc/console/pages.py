@@ -23,11 +23,11 @@ from yarl import URL
 
 from extproc.api.status_pages import CONSOLE_PATH
 from extproc.console.keys import keys_answer
-from extproc.console.objectives import objectives_answer
-from extproc.console.state import Facts, ProcessView, Query, console_state
+from extproc.console.slo import objectives_answer
+from extproc.console.state import ConsoleInputs, ConsoleQuery, ProcessView, console_state
 from extproc.http_body import read_at_most
-from extproc.metrics.recent import OPEN_S, RecentRequest
-from extproc.protocol import USAGE_PATH
+from extproc.metrics.recent_requests import OPEN_S, RecentRequest
+from extproc.wire_protocol import USAGE_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -68,7 +68,7 @@ _USAGE_PARAMETERS: Final = frozenset(
 _ANY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - another worker listens there, too
 
 
-class Place(msgspec.Struct, frozen=True):
+class WorkerAddress(msgspec.Struct, frozen=True):
     """``address``: where this worker's pages are; ``worker`` of ``workers``: its number, from 0; the ports of all are
     consecutive. ``has_explain``: /debug/explain is there. ``usage_api``: URL of ``attache usage serve``,
     ``manager``: of the manager's pages.
@@ -81,7 +81,7 @@ class Place(msgspec.Struct, frozen=True):
     usage_api: str | None = None
     manager: str | None = None
 
-    def url_of(self, worker: int) -> str | None:
+    def url_of_worker(self, worker: int) -> str | None:
         """Of another worker's pages; None: there is no such worker."""
         if not isinstance(self.address, tuple) or not 0 <= worker < self.workers:
             return None
@@ -129,7 +129,7 @@ class ConsolePages:
         wall_clock: Callable[[], float],
         is_ready: Callable[[], bool],
         report: Callable[[], ConfigReport],
-        place: Place,
+        place: WorkerAddress,
     ) -> None:
         self._core = core
         self._metrics = metrics
@@ -140,7 +140,7 @@ class ConsolePages:
         self._place = place
         self._began_at_s = clock()
         self._version = _version()
-        self._page, policy = page_and_policy(_FILE.read_bytes())
+        self._page, policy = page_and_csp(_FILE.read_bytes())
         self._page_headers = {**_SAFE, "Content-Security-Policy": policy, "X-Frame-Options": "DENY"}
         self._usage_gate, self._manager_gate = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
 
@@ -163,8 +163,8 @@ class ConsolePages:
     async def _show_state(self, http: web.Request) -> web.Response:
         if (other := await self._of_other_worker(http)) is not None:
             return other
-        query = _read(http, Query)
-        facts = Facts(
+        query = _read(http, ConsoleQuery)
+        facts = ConsoleInputs(
             self._process(),
             self._report(),
             self._metrics.outcomes(),
@@ -177,7 +177,7 @@ class ConsolePages:
         if (other := await self._of_other_worker(http)) is not None:
             return other
         query, now, process = _read(http, RequestsQuery), self._clock(), self._process()
-        self._metrics.recent.follow(now)
+        self._metrics.recent.on_viewed(now)
         found = self._metrics.recent.newest(now, most=query.limit, find=query.find, server=query.server)
         return _json(
             RequestsAnswer(process.instance, process.worker, process.workers, len(self._metrics.recent), OPEN_S, found)
@@ -231,7 +231,11 @@ class ConsolePages:
         wanted = http.query.get(_WORKER, "")
         if not wanted or wanted == str(self._place.worker):
             return None
-        url = self._place.url_of(int(wanted)) if wanted.isascii() and wanted.isdigit() and len(wanted) < 6 else None
+        url = (
+            self._place.url_of_worker(int(wanted))
+            if wanted.isascii() and wanted.isdigit() and len(wanted) < 6
+            else None
+        )
         if url is None:
             return _error(404, f"There is no such worker; their numbers are 0 to {self._place.workers - 1}.")
         others = [(name, value) for name, value in http.query.items() if name != _WORKER]
@@ -257,7 +261,7 @@ class ConsolePages:
         )
 
 
-def page_and_policy(page: bytes) -> tuple[bytes, str]:
+def page_and_csp(page: bytes) -> tuple[bytes, str]:
     """The page, and the policy under which a browser runs it: its own script and style by their hashes."""
     scripts, styles = (" ".join(map(_hash, found.findall(page))) for found in (_SCRIPT, _STYLE))
     parts = {

@@ -67,7 +67,7 @@ _COLUMN_OF: Final = {
 }
 
 
-class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ConsoleQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of engines: ``server``: of this ModelServer alone. ``find``: a part of their addresses or ModelServers; of
     ModelServers, tenants and routes, of their names. ``sort``: by which column; ``descending``: the largest first.
     ``limit``: how many.
@@ -79,7 +79,7 @@ class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     descending: bool = False
     limit: Annotated[int, msgspec.Meta(ge=0, le=200)] = 50
 
-    def finds(self, *names: str) -> bool:
+    def matches(self, *names: str) -> bool:
         """Whether one of the names has what is looked for; upper and lower case are the same."""
         text = self.find.lower()
         return not text or any(text in name.lower() for name in names)
@@ -265,7 +265,7 @@ class ConsoleState(msgspec.Struct, frozen=True, rename="camel"):
     config: ConfigView
 
 
-class Facts(msgspec.Struct, frozen=True):
+class ConsoleInputs(msgspec.Struct, frozen=True):
     """What the core does not know. ``tenant_counts``: tenant, name of a count, amount; see
     ``AdmissionMetrics.tenant_counts``. ``cache_lookups``: see ``ResponseCacheMetrics.lookups``.
     """
@@ -291,7 +291,9 @@ class _Engines(msgspec.Struct, frozen=True):
 _Found = tuple[tuple[object, ...], int, _Engines, int]
 
 
-def console_state(core: Core, facts: Facts, query: Query, now: float) -> Generator[None, None, ConsoleState]:
+def console_state(
+    core: Core, facts: ConsoleInputs, query: ConsoleQuery, now: float
+) -> Generator[None, None, ConsoleState]:
     """Yields where others may have their turn."""
     held = yield from _count_requests(core, now)
     servers: list[ServerView] = []
@@ -300,27 +302,27 @@ def console_state(core: Core, facts: Facts, query: Query, now: float) -> Generat
         yield
         gate = core.admission.gates.get(pool.name)
         if gate is not None:
-            gate.measure(now)
+            gate.update_saturation(now)
         engines = _engines(pool, now)
         servers.append(_server(engines, held, None if gate is None else gate.saturation, now))
         if query.server in {"", pool.name}:
-            is_all = query.finds(pool.name)
+            is_all = query.matches(pool.name)
             for at, address in enumerate(engines.addresses):
                 if at % _AT_ONCE == _AT_ONCE - 1:
                     yield
-                if is_all or query.finds(address):
+                if is_all or query.matches(address):
                     found.append((_order_key(query, engines, at), len(found), engines, at))
     yield
     shown = _first(found, query)
     yield
     tenants = yield from _tenants(held, facts.tenant_counts)
-    tenants = [one for one in tenants if query.finds(one.name)]
+    tenants = [one for one in tenants if query.matches(one.name)]
     yield
     routes = [one for one in core.snapshot.routes if _is_shown(one, query)]
     bands = [
-        one for one in _bands(core, held) if query.server in {"", one.server} and query.finds(one.server, one.band)
+        one for one in _bands(core, held) if query.server in {"", one.server} and query.matches(one.server, one.band)
     ]
-    listed = [one for one in servers if query.server in {"", one.name} and query.finds(one.name, one.model)]
+    listed = [one for one in servers if query.server in {"", one.name} and query.matches(one.name, one.model)]
     return ConsoleState(
         process=facts.process,
         total=_total(servers),
@@ -338,7 +340,7 @@ def console_state(core: Core, facts: Facts, query: Query, now: float) -> Generat
             "bands": len(bands),
             "tenants": len(tenants),
             "routes": len(routes),
-            "buckets": core.admission.limits.buckets,
+            "buckets": core.admission.limits.bucket_count,
         },
         config=_config(core, facts.report),
     )
@@ -361,7 +363,7 @@ class _Held(msgspec.Struct):
 
 def _count_requests(core: Core, now: float) -> Generator[None, None, _Held]:
     held, gates = _Held(now=now), core.admission.gates
-    for number, record in enumerate(core.requests()):
+    for number, record in enumerate(core.records()):
         if number % _AT_ONCE == 0:
             yield
         if not record.is_ours:
@@ -495,7 +497,7 @@ def _server_order(one: ServerView) -> tuple[float, ...] | tuple[object, ...]:
     return one.serving == one.engines, -one.held, -one.in_flight, one.name
 
 
-def _order_key(query: Query, engines: _Engines, at: int) -> tuple[object, ...]:
+def _order_key(query: ConsoleQuery, engines: _Engines, at: int) -> tuple[object, ...]:
     """By which engines are sorted; unknown values come last in any case."""
     name, sign = query.sort, -1 if query.descending else 1
     address = engines.pool.name, engines.addresses[at]
@@ -507,7 +509,7 @@ def _order_key(query: Query, engines: _Engines, at: int) -> tuple[object, ...]:
     return value is None, sign * (value or 0), *address
 
 
-def _first(found: list[_Found], query: Query) -> list[_Found]:
+def _first(found: list[_Found], query: ConsoleQuery) -> list[_Found]:
     is_by_name = query.sort in {"server", "address"}
     return nlargest(query.limit, found) if query.descending and is_by_name else nsmallest(query.limit, found)
 
@@ -550,7 +552,7 @@ def _bands(core: Core, held: _Held) -> Iterator[BandView]:
                 band=band.spec.name,
                 priority=band.spec.priority,
                 share=float(band.spec.share) / whole,
-                waiting=band.requests,
+                waiting=band.request_count,
                 oldest_s=held.age_s((name, band.index)),
                 bytes=band.bytes,
             )
@@ -583,11 +585,11 @@ def _tenant_order(one: TenantView) -> tuple[object, ...]:
     return -(one.waiting + one.in_flight), -one.service, -one.sent, one.name
 
 
-def _is_shown(route: ModelRoute, query: Query) -> bool:
+def _is_shown(route: ModelRoute, query: ConsoleQuery) -> bool:
     targets = route.server_keys
     if query.server and query.server not in targets:
         return False
-    return query.finds(route.metadata.key, *route.spec.names, *targets)
+    return query.matches(route.metadata.key, *route.spec.names, *targets)
 
 
 def _route(route: ModelRoute, cache_lookups: Mapping[str, tuple[int, int]]) -> RouteView:
@@ -648,7 +650,7 @@ def _condition(match: StringMatch) -> str:
 def _buckets(core: Core, now: float) -> list[BucketView]:
     """The fullest of those that were used last."""
     views = []
-    for one in core.admission.limits.peek(now, _BUCKETS_EXAMINED):
+    for one in core.admission.limits.recent_levels(now, _BUCKETS_EXAMINED):
         # namespace, name, number of the limit, resource, subject
         parts = one.key.split("/", 4)
         known = len(parts) == 5

@@ -21,9 +21,9 @@ import msgspec
 
 from extproc.admission.saturation import RECHECK_S
 from extproc.core.dispatch import no_longer_served
-from extproc.core.effects import Effect, EngineNeeded, EngineStarted, Held, WakeAt
-from extproc.core.queue import MOST_AT_ONCE
-from extproc.core.record import Record
+from extproc.core.effects import Effect, EngineNeeded, EngineStarted, RequestHeld, WakeAt
+from extproc.core.flow_control import MOST_AT_ONCE
+from extproc.core.request_record import RequestRecord
 from extproc.core.states import WAITING_AT_ENGINES, Event, State
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, Refusal
 from extproc.scheduling.pool import Pool
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from extproc.api.model_server import Activation
     from extproc.core.dispatch import Dispatcher
-    from extproc.core.queue import AdmissionController
-    from extproc.core.record import Arrival
+    from extproc.core.flow_control import AdmissionController
     from extproc.core.request_builder import RequestBuilder
+    from extproc.core.request_record import Arrival
 
 _WEIGHT: Final = 0.3
 # A longer time does not count: the engine was not started for the request that waited.
@@ -53,7 +53,7 @@ MOST_REQUESTS: Final = 10_000
 MOST_BYTES: Final = 1024 * 1024 * 1024
 
 
-class StartTimes:
+class EngineStartTimes:
     """By server: since when an engine is awaited, and the recent mean of what starts took."""
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class StartTimes:
         Clients that left long before are not counted: no start was begun for them, as where they hung up at once.
         """
         left_s = self._left_s.pop(server, None)
-        if left_s is not None and now - left_s > _STARTS_TO_FORGET * self.typical_s(server, assumed_s):
+        if left_s is not None and now - left_s > _STARTS_TO_FORGET * self.typical_start_s(server, assumed_s):
             self._since_s.pop(server, None)
         self._since_s.setdefault(server, now)
 
-    def on_all_left(self, server: str, now: float) -> None:
+    def on_no_request_waiting(self, server: str, now: float) -> None:
         """The last waiting request has left; an engine may still come."""
         if server in self._since_s:
             self._left_s[server] = now
@@ -96,34 +96,34 @@ class StartTimes:
         self._since_s.pop(server, None)
         self._left_s.pop(server, None)
 
-    def keep(self, servers: Collection[str]) -> None:
+    def retain_only(self, servers: Collection[str]) -> None:
         """Forget all other servers."""
         for server in {*self._since_s, *self._typical_s}.difference(servers):
             self._since_s.pop(server, None)
             self._left_s.pop(server, None)
             self._typical_s.pop(server, None)
 
-    def typical_s(self, server: str, assumed_s: float) -> float:
+    def typical_start_s(self, server: str, assumed_s: float) -> float:
         """The time of a start; ``assumed_s`` until one was measured."""
         return self._typical_s.get(server, assumed_s)
 
     def retry_after_s(self, server: str, assumed_s: float, now: float) -> int:
         """The expected rest of the start: whole seconds, at least one."""
         so_far_s = now - self._since_s.get(server, now)
-        rest_s = self.typical_s(server, assumed_s) - so_far_s
+        rest_s = self.typical_start_s(server, assumed_s) - so_far_s
         if rest_s <= 0:
             rest_s = _LATE_SHARE * so_far_s
         return math.ceil(max(_LEAST_REST_S, rest_s))
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class WaitBounds(msgspec.Struct, frozen=True):
     """How many may wait, and how many bytes their bodies may have together."""
 
     requests: int
     bytes: int
 
 
-class Holdings:
+class HeldUsage:
     """By tenant: how many requests wait, and the size of their bodies."""
 
     def __init__(self) -> None:
@@ -132,17 +132,17 @@ class Holdings:
         self._requests = Counter[str]()
         self._bytes = Counter[str]()
 
-    def add(self, record: Record) -> None:
+    def add_request(self, record: RequestRecord) -> None:
         """It waits from now on."""
-        tenant, size = record.arrived.caller.tenant, len(record.arrived.body)
+        tenant, size = record.pending_arrival.caller.tenant, len(record.pending_arrival.body)
         self.requests += 1
         self.bytes += size
         self._requests[tenant] += 1
         self._bytes[tenant] += size
 
-    def remove(self, record: Record) -> None:
+    def subtract_request(self, record: RequestRecord) -> None:
         """It waits no more."""
-        tenant, size = record.arrived.caller.tenant, len(record.arrived.body)
+        tenant, size = record.pending_arrival.caller.tenant, len(record.pending_arrival.body)
         self.requests -= 1
         self.bytes -= size
         self._requests[tenant] -= 1
@@ -150,7 +150,9 @@ class Holdings:
         if not self._requests[tenant]:
             del self._requests[tenant], self._bytes[tenant]
 
-    def give_way(self, arrival: Arrival, bounds: Bounds, waiting: Iterable[Record]) -> Sequence[Record] | None:
+    def requests_to_evict(
+        self, arrival: Arrival, bounds: WaitBounds, waiting: Iterable[RequestRecord]
+    ) -> Sequence[RequestRecord] | None:
         """The records of ``waiting`` to refuse so that ``arrival`` fits; None if ``arrival`` is to be refused instead.
 
         ``waiting``: the newest first.
@@ -167,10 +169,12 @@ class Holdings:
         if largest == arrival.caller.tenant or most <= mine:
             return None
         # of those, first by the lowest priority, then by the shortest wait
-        theirs = (one for one in waiting if one.arrived.caller.tenant == largest)
-        going: list[Record] = []
-        for one in heapq.nsmallest(_MOST_GIVE_WAY, theirs, lambda one: (one.arrived.priority, -one.arrived_at_s)):
-            most -= len(one.arrived.body) if by_bytes else 1
+        theirs = (one for one in waiting if one.pending_arrival.caller.tenant == largest)
+        going: list[RequestRecord] = []
+        for one in heapq.nsmallest(
+            _MOST_GIVE_WAY, theirs, lambda one: (one.pending_arrival.priority, -one.arrived_at_s)
+        ):
+            most -= len(one.pending_arrival.body) if by_bytes else 1
             if most < mine:
                 return None
             going.append(one)
@@ -178,8 +182,8 @@ class Holdings:
                 return going
         return None
 
-    def _fits(self, arrival: Arrival, bounds: Bounds, without: Sequence[Record]) -> bool:
-        size = self.bytes + len(arrival.body) - sum(len(one.arrived.body) for one in without)
+    def _fits(self, arrival: Arrival, bounds: WaitBounds, without: Sequence[RequestRecord]) -> bool:
+        size = self.bytes + len(arrival.body) - sum(len(one.pending_arrival.body) for one in without)
         return self.requests - len(without) < bounds.requests and size <= bounds.bytes
 
 
@@ -189,8 +193,8 @@ class _Group(msgspec.Struct):
     """
 
     pool: Pool
-    records: dict[str, Record]
-    held: Holdings = msgspec.field(default_factory=Holdings)
+    records: dict[str, RequestRecord]
+    held: HeldUsage = msgspec.field(default_factory=HeldUsage)
     soonest_s: float = math.inf
     is_sorted: bool = True
 
@@ -212,11 +216,11 @@ class EngineWait:
 
     def __init__(
         self,
-        records: Mapping[str, Record],
+        records: Mapping[str, RequestRecord],
         admission: AdmissionController,
         dispatcher: Dispatcher,
-        proceed: Callable[[Record, float, list[Effect]], bool],
-        withdraw: Callable[[Record, float], None],
+        proceed: Callable[[RequestRecord, float, list[Effect]], bool],
+        withdraw: Callable[[RequestRecord, float], None],
     ) -> None:
         """``proceed``: takes on a request whose server has an engine, and withdraws it here; False if its queue is
         full. ``withdraw``: from what it waits for behind this.
@@ -227,8 +231,8 @@ class EngineWait:
         self._proceed = proceed
         self._withdraw_behind = withdraw
         self._groups: dict[str, _Group] = {}
-        self._held = Holdings()
-        self.start_times = StartTimes()
+        self._held = HeldUsage()
+        self.start_times = EngineStartTimes()
 
     @property
     def is_empty(self) -> bool:
@@ -239,11 +243,11 @@ class EngineWait:
         """Whether requests of the ModelServer may wait here."""
         return pool.spec.activation is not None
 
-    def holds(self, pool: Pool) -> bool:
+    def would_hold(self, pool: Pool) -> bool:
         """Whether a request for ``pool`` would wait for an engine now."""
         return pool.spec.activation is not None and (not pool.readiness.can_serve or pool.name in self._groups)
 
-    def describe(self, pool: Pool, now: float) -> str:
+    def describe_wait(self, pool: Pool, now: float) -> str:
         """What a new request would wait for, and the longest wait."""
         activation, group = pool.spec.activation, self._groups.get(pool.name)
         if activation is None:
@@ -254,28 +258,28 @@ class EngineWait:
             f"an engine is expected in {self._retry_after_s(pool, now)} s"
         )
 
-    def admit(self, record: Record, now: float, out: list[Effect]) -> Held | None:
+    def admit(self, record: RequestRecord, now: float, out: list[Effect]) -> RequestHeld | None:
         """Hold the request until its server has an engine; None: it need not wait. Raises QueueFull.
 
         A request that its gateway has limited to some addresses cannot be served by an engine that is yet to come.
         """
-        arrival, pool = record.arrived, record.arrived.pool
+        arrival, pool = record.pending_arrival, record.pending_arrival.pool
         activation = pool.spec.activation
-        if activation is None or record.attachment.subset is not None or not self.holds(pool):
+        if activation is None or record.attachment.subset is not None or not self.would_hold(pool):
             return None
         self._evict_for(arrival, activation, now, out)
         self._add(record, pool, now, out)
-        return self._admission.hold(record, now)
+        return self._admission.longest_hold(record, now)
 
-    def withdraw(self, record: Record, now: float) -> None:
+    def withdraw(self, record: RequestRecord, now: float) -> None:
         """It waits no more."""
-        group = self._groups.get(record.arrived.pool.name)
+        group = self._groups.get(record.pending_arrival.pool.name)
         if group is not None and group.records.pop(record.ticket, None) is not None:
-            group.held.remove(record)
-            self._held.remove(record)
+            group.held.subtract_request(record)
+            self._held.subtract_request(record)
             if not group.records:
-                del self._groups[record.arrived.pool.name]
-                self.start_times.on_all_left(record.arrived.pool.name, now)
+                del self._groups[record.pending_arrival.pool.name]
+                self.start_times.on_no_request_waiting(record.pending_arrival.pool.name, now)
 
     def tick(self, now: float, out: list[Effect]) -> None:
         """Send on those whose engine is there, in order, and refuse those that have waited too long."""
@@ -285,7 +289,7 @@ class EngineWait:
                 self._expire(group, now, out)
             at_s = group.soonest_s
             if group.may_go:
-                in_order = sorted(group.records.values(), key=lambda one: -one.arrived.priority)
+                in_order = sorted(group.records.values(), key=lambda one: -one.pending_arrival.priority)
                 for record in in_order[:left]:
                     if not self._proceed(record, now, out):
                         at_s = min(at_s, now + RECHECK_S)
@@ -296,13 +300,13 @@ class EngineWait:
             if group.records:
                 out.append(WakeAt(at_s))
 
-    def move(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
+    def on_config_change(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
         """After a change of configuration: take back those whose server has lost its last engine, and move those that
         another server of their rule can serve.
         """
         pools = builder.pools
         self._take_back(pools, now, out)
-        self.start_times.keep(pools.keys())
+        self.start_times.retain_only(pools.keys())
         for name in list(self.start_times.awaited_servers):
             if pools[name].readiness.is_whole:
                 took_s = self.start_times.on_engine_started(name, now)
@@ -312,7 +316,9 @@ class EngineWait:
             if not (is_there and group.may_go):
                 group.sort()
                 for record in list(group.records.values()):
-                    self._move(record, builder.elsewhere(record.arrived), now, out, is_there=is_there)
+                    self._move(
+                        record, builder.move_to_other_server(record.pending_arrival), now, out, is_there=is_there
+                    )
         for group in self._groups.values():
             group.sort()
         if self._groups:
@@ -321,32 +327,34 @@ class EngineWait:
     def _take_back(self, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
         """Held requests whose server has lost its last engine wait for the next one, before those that came later."""
         for record in [one for one in self._records.values() if _has_lost_engines(one, pools)]:
-            record.happens(Event.ENGINES_GONE)
+            record.begin_event(Event.ENGINES_GONE)
             self._withdraw_behind(record, now)
             record.queued = None
-            self._add(record, record.arrived.pool, now, out).is_sorted = False
+            self._add(record, record.pending_arrival.pool, now, out).is_sorted = False
 
-    def _move(self, record: Record, other: Arrival | None, now: float, out: list[Effect], *, is_there: bool) -> None:
+    def _move(
+        self, record: RequestRecord, other: Arrival | None, now: float, out: list[Effect], *, is_there: bool
+    ) -> None:
         """Of a request whose server has no engines, or has left."""
-        pool = record.arrived.pool
+        pool = record.pending_arrival.pool
         if other is not None:
             self.withdraw(record, now)
             if pool.name not in self._groups:
                 self.start_times.cancel(pool.name)
             # it waits there in order of arrival
-            self._dispatcher.move(record, other)
+            self._dispatcher.move_to_server(record, other)
             self._put(record, other.pool).is_sorted = False
         elif not is_there:
             self._refuse(record, no_longer_served(pool.name), now, out)
         elif pool.spec.activation is None:
             self._refuse(record, NoEndpoint("No engine is ready for this request; try again later."), now, out)
 
-    def _add(self, record: Record, pool: Pool, now: float, out: list[Effect]) -> _Group:
+    def _add(self, record: RequestRecord, pool: Pool, now: float, out: list[Effect]) -> _Group:
         activation = pool.spec.activation
         if activation is not None and record.engine_by_s == math.inf:
             # one limit for all its waits for an engine, even if engines come and go meanwhile
             record.engine_by_s = now + activation.hold_timeout
-        self._dispatcher.put(record, State.AWAITING_ENGINE, now)
+        self._dispatcher.add_record(record, State.AWAITING_ENGINE, now)
         if pool.name not in self._groups:
             out.append(EngineNeeded(pool.name))
         if not pool.readiness.is_whole:
@@ -355,33 +363,33 @@ class EngineWait:
         out.append(WakeAt(group.soonest_s))
         return group
 
-    def _put(self, record: Record, pool: Pool) -> _Group:
+    def _put(self, record: RequestRecord, pool: Pool) -> _Group:
         group = self._groups.setdefault(pool.name, _Group(pool, {}))
         group.records[record.ticket] = record
-        group.held.add(record)
-        self._held.add(record)
-        group.soonest_s = min(group.soonest_s, deadline_of(record))
+        group.held.add_request(record)
+        self._held.add_request(record)
+        group.soonest_s = min(group.soonest_s, wait_deadline_s(record))
         return group
 
     def _evict_for(self, arrival: Arrival, activation: Activation, now: float, out: list[Effect]) -> None:
         """Raises QueueFull where no waiting request is to be refused in place of this one."""
         pool, group = arrival.pool, self._groups.get(arrival.pool.name)
-        bounds = Bounds(activation.max_requests, activation.max_bytes)
-        held, records = (Holdings(), {}) if group is None else (group.held, group.records)
-        going = held.give_way(arrival, bounds, reversed(records.values()))
+        bounds = WaitBounds(activation.max_requests, activation.max_bytes)
+        held, records = (HeldUsage(), {}) if group is None else (group.held, group.records)
+        going = held.requests_to_evict(arrival, bounds, reversed(records.values()))
         if going is None:
             raise self._full(f"Too many requests wait for an engine of '{pool.name}'", pool, now)
         self._give_way(going, now, out)
         everybody = (one for each in self._groups.values() for one in reversed(each.records.values()))
-        going = self._held.give_way(arrival, Bounds(MOST_REQUESTS, MOST_BYTES), everybody)
+        going = self._held.requests_to_evict(arrival, WaitBounds(MOST_REQUESTS, MOST_BYTES), everybody)
         if going is None:
             raise self._full("Too many requests wait for engines", pool, now)
         self._give_way(going, now, out)
 
-    def _give_way(self, going: Sequence[Record], now: float, out: list[Effect]) -> None:
+    def _give_way(self, going: Sequence[RequestRecord], now: float, out: list[Effect]) -> None:
         for record in going:
             what = "Too many requests wait for engines, and most of them are of your tenant"
-            self._refuse(record, self._full(what, record.arrived.pool, now), now, out)
+            self._refuse(record, self._full(what, record.pending_arrival.pool, now), now, out)
 
     def _full(self, what: str, pool: Pool, now: float) -> Refusal:
         return QueueFull(f"{what}; try again later.", retry_after_s=self._retry_after_s(pool, now))
@@ -391,20 +399,20 @@ class EngineWait:
 
     def _expire(self, group: _Group, now: float, out: list[Effect]) -> None:
         for record in list(group.records.values()):
-            if deadline_of(record) <= now:
+            if wait_deadline_s(record) <= now:
                 self._refuse(record, self._too_late(group, record, now), now, out)
-        group.soonest_s = min(map(deadline_of, group.records.values()), default=math.inf)
+        group.soonest_s = min(map(wait_deadline_s, group.records.values()), default=math.inf)
 
-    def _too_late(self, group: _Group, record: Record, now: float) -> Refusal:
+    def _too_late(self, group: _Group, record: RequestRecord, now: float) -> Refusal:
         waited = f"{now - record.arrived_at_s:.0f} s"
         if group.may_go:
             return QueueTimeout(f"The engines had no room for this request within {waited}; try again later.")
         message = f"No engine of this model became ready within {waited}; try again later."
         return EngineStarting(message, retry_after_s=self._retry_after_s(group.pool, now))
 
-    def _refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
+    def _refuse(self, record: RequestRecord, refusal: Refusal, now: float, out: list[Effect]) -> None:
         self.withdraw(record, now)
-        self._dispatcher.give_up(record, refusal, now, out)
+        self._dispatcher.refuse_held(record, refusal, now, out)
 
 
 def _assumed_s(pool: Pool) -> float:
@@ -413,13 +421,13 @@ def _assumed_s(pool: Pool) -> float:
     return 0.0 if activation is None else float(activation.start_time)
 
 
-def _has_lost_engines(record: Record, pools: Mapping[str, Pool]) -> bool:
+def _has_lost_engines(record: RequestRecord, pools: Mapping[str, Pool]) -> bool:
     if record.state not in WAITING_AT_ENGINES or record.attachment.subset is not None:
         return False
-    pool = record.arrived.pool
+    pool = record.pending_arrival.pool
     return pools.get(pool.name) is pool and pool.spec.activation is not None and not pool.readiness.can_serve
 
 
-def deadline_of(record: Record) -> float:
+def wait_deadline_s(record: RequestRecord) -> float:
     """When it has waited too long: by its server's activation, and by the time limit that its gateway was sent."""
     return min(record.engine_by_s, record.answer_by_s)

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.core.effects import Broadcast, Effect, Held, LoadAdapter, LoadEnded, WakeAt
-from extproc.core.peers import AdapterChanged
-from extproc.core.record import AdapterLoadResult, Record
+from extproc.core.effects import AdapterLoadEnded, Broadcast, Effect, LoadAdapter, RequestHeld, WakeAt
+from extproc.core.peer_events import AdapterChanged
+from extproc.core.request_record import AdapterLoadResult, RequestRecord
 from extproc.core.states import Event, State
 from extproc.endpoints.table import EndpointRef
-from extproc.engines.answers import LoadProblem
+from extproc.engines.engine_responses import AdapterLoadProblem
 from extproc.errors import AdapterBroken, AdapterUnavailable, NoEndpoint, Refusal
 from extproc.scheduling.adapter_placement import (
-    Placement,
-    loaders,
+    AdapterPlacement,
+    min_residency_s,
     place_adapter,
     row_for_second_copy,
-    rows_in,
-    shortest_stay_s,
+    rows_of_mask,
+    rows_that_can_load,
 )
 from extproc.scheduling.pool import Pool
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from extproc.core.dispatch import Dispatcher
-    from extproc.core.queue import AdmissionController
+    from extproc.core.flow_control import AdmissionController
     from extproc.core.request_builder import RequestBuilder
     from extproc.endpoints.adapter_slots import AdapterSlots, Change
     from extproc.endpoints.table import Bools
@@ -57,7 +57,7 @@ _RETRY_S: Final = 0.5
 _Key = tuple[str, str, frozenset[str] | None]
 
 
-class Load(msgspec.Struct, frozen=True):
+class PendingLoad(msgspec.Struct, frozen=True):
     """A load that was asked for. ``evicts``: the adapters that make room."""
 
     pool: Pool
@@ -79,7 +79,7 @@ class AdapterLoads:
     def __init__(self, *, has_peers: bool) -> None:
         self.has_peers = has_peers
         # by server, address and adapter
-        self._loads: dict[tuple[str, str, str], Load] = {}
+        self._loads: dict[tuple[str, str, str], PendingLoad] = {}
         # by server and adapter
         self._broken: dict[tuple[str, str], _Broken] = {}
         # until when, by server and address
@@ -88,16 +88,16 @@ class AdapterLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def start_load(self, pool: Pool, found: Placement, adapter: str, now: float, out: list[Effect]) -> None:
+    def start_load(self, pool: Pool, found: AdapterPlacement, adapter: str, now: float, out: list[Effect]) -> None:
         """Request a load."""
-        slots, endpoint = pool.slots, pool.table.ref(found.row)
+        slots, endpoint = pool.slots, pool.table.endpoint_ref(found.row)
         if slots is None:
             return
-        self._loads[pool.name, endpoint.address, adapter] = Load(pool, endpoint, found.evicts)
+        self._loads[pool.name, endpoint.address, adapter] = PendingLoad(pool, endpoint, found.evicts)
         for one in found.evicts:
-            self.change(pool, found.row, one, "gone", now, out)
-        self.change(pool, found.row, adapter, "loading", now, out)
-        source, timeout_s = slots.sources[adapter], timeout_of(pool)
+            self.record_change(pool, found.row, one, "gone", now, out)
+        self.record_change(pool, found.row, adapter, "loading", now, out)
+        source, timeout_s = slots.sources[adapter], load_timeout_s(pool)
         out.append(LoadAdapter(pool.name, endpoint.address, adapter, source, found.evicts, timeout_s))
 
     def finish_load(self, result: AdapterLoadResult, pool: Pool | None, now: float, out: list[Effect]) -> int | None:
@@ -112,17 +112,17 @@ class AdapterLoads:
             self._broken.pop((pool.name, result.adapter), None)
         not_evicted = [one for one in load.evicts if one not in result.unloaded]
         also_evicted = [one for one in result.unloaded if one not in load.evicts and one in pool.slots.sources]
-        self.change(pool, row, result.adapter, "loaded" if is_loaded else "gone", now, out)
+        self.record_change(pool, row, result.adapter, "loaded" if is_loaded else "gone", now, out)
         for adapter in not_evicted:
-            self.change(pool, row, adapter, "loaded", now, out)
+            self.record_change(pool, row, adapter, "loaded", now, out)
         for adapter in also_evicted:
-            self.change(pool, row, adapter, "gone", now, out)
+            self.record_change(pool, row, adapter, "gone", now, out)
         return row
 
-    def change(self, pool: Pool, row: int, adapter: str, change: Change, now: float, out: list[Effect]) -> None:
+    def record_change(self, pool: Pool, row: int, adapter: str, change: Change, now: float, out: list[Effect]) -> None:
         """Record a change of an adapter at an engine, and broadcast it to the other processes."""
         if pool.slots is not None:
-            pool.slots.change(row, adapter, change, now, is_ours=True)
+            pool.slots.record_change(row, adapter, change, now, is_ours=True)
             if self.has_peers:
                 out.append(Broadcast(AdapterChanged(pool.name, pool.table.addresses[row], adapter, change)))
 
@@ -143,7 +143,7 @@ class AdapterLoads:
         pause_s = min(BROKEN_S * 2.0 ** min(times - 1, 10), LONGEST_BROKEN_S)
         self._broken[key] = _Broken(source, times, now + pause_s)
 
-    def mark_silent(self, pool: Pool, address: str, now: float) -> None:
+    def mark_unresponsive(self, pool: Pool, address: str, now: float) -> None:
         """The engine, or its agent, does not answer."""
         self._silent[pool.name, address] = now + SILENT_S
 
@@ -152,12 +152,12 @@ class AdapterLoads:
         broken = self._broken.get((pool.name, adapter))
         return broken is not None and broken.until_s > now and broken.source == _source(pool, adapter)
 
-    def answering(self, pool: Pool, rows: Iterable[int], now: float) -> list[int]:
+    def responsive_rows(self, pool: Pool, rows: Iterable[int], now: float) -> list[int]:
         """The rows whose engine did not fail to answer within the last ``SILENT_S`` seconds."""
         addresses = pool.table.addresses
         return [row for row in rows if self._silent.get((pool.name, addresses[row]), 0.0) <= now]
 
-    def forget(self, now: float) -> None:
+    def forget_old_failures(self, now: float) -> None:
         """Failures that are long ago."""
         for key in [key for key, until_s in self._silent.items() if until_s <= now]:
             del self._silent[key]
@@ -170,7 +170,7 @@ def _source(pool: Pool, adapter: str) -> str:
     return "" if pool.slots is None else pool.slots.sources.get(adapter, "")
 
 
-def timeout_of(pool: Pool) -> float:
+def load_timeout_s(pool: Pool) -> float:
     """The longest that a request waits for its adapter, in seconds."""
     loading = pool.spec.adapter_loading
     return 0.0 if loading is None else float(loading.timeout)
@@ -232,10 +232,10 @@ class AdapterWait:
 
     def __init__(
         self,
-        records: Mapping[str, Record],
+        records: Mapping[str, RequestRecord],
         admission: AdmissionController,
         dispatcher: Dispatcher,
-        proceed: Callable[[Record, float, list[Effect]], None],
+        proceed: Callable[[RequestRecord, float, list[Effect]], None],
         *,
         has_peers: bool,
     ) -> None:
@@ -256,19 +256,19 @@ class AdapterWait:
         """Whether requests of the ModelServer may wait here."""
         return pool.slots is not None
 
-    def admit(self, record: Record, now: float, out: list[Effect]) -> Held | None:
+    def admit(self, record: RequestRecord, now: float, out: list[Effect]) -> RequestHeld | None:
         """Hold the request until an engine has its adapter; None: it need not wait. Raises a Refusal."""
-        arrival = record.arrived
+        arrival = record.pending_arrival
         adapter, pool, subset, slots = arrival.adapter, arrival.pool, record.attachment.subset, arrival.pool.slots
         if adapter is None or slots is None or adapter not in slots.sources:
             return None
         slots.expire(now)
-        rows = loaders(pool.table, pool.eligible(None, subset), now)
-        holders, key = slots.has(adapter) & rows, _key(pool, adapter, subset)
+        rows = rows_that_can_load(pool.table, pool.eligible(None, subset), now)
+        holders, key = slots.rows_with(adapter) & rows, _key(pool, adapter, subset)
         is_broken = self._loads.is_broken(pool, adapter, now)
         if holders.any():
             if key not in self._groups and not is_broken:
-                self._copy(pool, slots, adapter, rows_in(rows & ~holders), now, out)
+                self._copy(pool, slots, adapter, rows_of_mask(rows & ~holders), now, out)
             return None
         if not rows.any():
             # the picker reports the reason
@@ -278,22 +278,22 @@ class AdapterWait:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(pool, adapter, subset)
-        group.deadlines[record.ticket] = min(now + timeout_of(pool), record.answer_by_s)
+        group.deadlines[record.ticket] = min(now + load_timeout_s(pool), record.answer_by_s)
         slots.waiting += 1
-        self._dispatcher.put(record, State.LOADING, now)
+        self._dispatcher.add_record(record, State.LOADING, now)
         out.append(WakeAt(now))
-        return self._admission.hold(record, now)
+        return self._admission.longest_hold(record, now)
 
-    def withdraw(self, record: Record, now: float) -> None:  # noqa: ARG002 - as other waits
+    def withdraw(self, record: RequestRecord, now: float) -> None:  # noqa: ARG002 - as other waits
         """The request does not wait here any more; the others of its group are unaffected."""
-        arrival = record.arrived
+        arrival = record.pending_arrival
         group = self._groups.get(_key(arrival.pool, arrival.destination.model, record.attachment.subset))
         if group is not None:
             _remove(group, record.ticket)
 
     def on_adapter_load(self, result: AdapterLoadResult, pool: Pool | None, now: float, out: list[Effect]) -> None:
         """An engine has loaded an adapter, or has not. The next ``tick`` sends its requests on."""
-        out += [LoadEnded(result), WakeAt(now)]
+        out += [AdapterLoadEnded(result), WakeAt(now)]
         row = self._loads.finish_load(result, pool, now, out)
         if pool is not None and row is not None and result.problem is not None:
             self._failed(result, result.problem, pool, row, now)
@@ -302,7 +302,7 @@ class AdapterWait:
         """Send on those whose adapter is loaded, request loads, and refuse those that have waited too long."""
         # they go first: the adapter of an engine gives way to another's if nothing uses it
         for record in self._ready(now):
-            record.happens(Event.GRANTED)
+            record.begin_event(Event.GRANTED)
             self._proceed(record, now, out)
         for key, group in list(self._groups.items()):
             for ticket in [one for one, at_s in group.deadlines.items() if at_s <= now]:
@@ -315,9 +315,9 @@ class AdapterWait:
                 self._reopen(group, now, out)
                 self._groups.pop(key, None)
         self._schedule_tick(now, out)
-        self._loads.forget(now)
+        self._loads.forget_old_failures(now)
 
-    def move(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
+    def on_config_change(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
         """After a change of configuration: refuse those whose server or adapter is not there any more."""
         for group in self._groups.values():
             pool = group.pool
@@ -328,26 +328,26 @@ class AdapterWait:
                 gone = NoEndpoint(f"'{pool.name}' does not load the adapter '{group.adapter}' any more.")
                 self._refuse_all(group, gone, now, out)
 
-    def _ready(self, now: float) -> list[Record]:
+    def _ready(self, now: float) -> list[RequestRecord]:
         """Remove and return those whose adapter is there."""
-        found = list[Record]()
+        found = list[RequestRecord]()
         for group in self._groups.values():
             slots = group.pool.slots
-            if slots is not None and (slots.has(group.adapter) & self._rows(group, now)).any():
+            if slots is not None and (slots.rows_with(group.adapter) & self._rows(group, now)).any():
                 found += [self._records[ticket] for ticket in list(group.deadlines) if _remove(group, ticket)]
         return found
 
     def _rows(self, group: _Group, now: float) -> Bools:
-        return loaders(group.pool.table, group.pool.eligible(None, group.subset), now)
+        return rows_that_can_load(group.pool.table, group.pool.eligible(None, group.subset), now)
 
     def _load_for(self, group: _Group, slots: AdapterSlots, now: float, out: list[Effect]) -> None:
         pool, loads = group.pool, self._loads
-        answering = loads.answering(pool, rows_in(self._rows(group, now)), now)
+        answering = loads.responsive_rows(pool, rows_of_mask(self._rows(group, now)), now)
         if loads.is_broken(pool, group.adapter, now):
             self._refuse_all(group, adapter_load_failed(pool, group.adapter), now, out)
         elif not answering:
             self._refuse_all(group, engine_unreachable(pool, group.adapter), now, out)
-        elif slots.is_listed and slots.are_unread(answering, now):
+        elif slots.is_listed and slots.has_unread_rows(answering, now):
             # an engine may have it: its list of models comes within a second
             return
         elif not loads.is_loading(pool, group.adapter, answering):
@@ -372,23 +372,23 @@ class AdapterWait:
             row, is_used = closing.endpoint.row, _are_used(slots, closing.endpoint.row, closing.adapters)
             if not is_used and (not has_peers or now - closing.since_s >= _NEWS_S):
                 group.closing = None
-                self._loads.start_load(pool, Placement(row, closing.adapters), group.adapter, now, out)
+                self._loads.start_load(pool, AdapterPlacement(row, closing.adapters), group.adapter, now, out)
         else:
             self._close_one(group, slots, found or self._in_use(group, slots, rows, now), now, out)
 
-    def _in_use(self, group: _Group, slots: AdapterSlots, rows: list[int], now: float) -> Placement | None:
+    def _in_use(self, group: _Group, slots: AdapterSlots, rows: list[int], now: float) -> AdapterPlacement | None:
         """The adapter to unload although it is in use."""
         held = sum(len(slots.adapters_held(row)) for row in rows)
-        stay_s = shortest_stay_s(timeout_of(group.pool), waiting=len(self._groups), slots=held)
+        stay_s = min_residency_s(load_timeout_s(group.pool), waiting=len(self._groups), slots=held)
         return place_adapter(slots, group.pool.table, group.adapter, rows, now=now, shortest_stay_s=stay_s)
 
     def _close_one(
-        self, group: _Group, slots: AdapterSlots, found: Placement | None, now: float, out: list[Effect]
+        self, group: _Group, slots: AdapterSlots, found: AdapterPlacement | None, now: float, out: list[Effect]
     ) -> None:
         if found is not None and found.evicts:
-            group.closing = _Closing(group.pool.table.ref(found.row), found.evicts, now)
+            group.closing = _Closing(group.pool.table.endpoint_ref(found.row), found.evicts, now)
             for one in found.evicts:
-                self._loads.change(group.pool, found.row, one, "closed", now, out)
+                self._loads.record_change(group.pool, found.row, one, "closed", now, out)
             if not _are_used(slots, found.row, found.evicts):
                 out.append(WakeAt(now + _NEWS_S))
 
@@ -399,23 +399,23 @@ class AdapterWait:
         if self._loads.is_loading(pool, adapter, others) or any(slots.is_loading(row, adapter) for row in others):
             # one at a time
             return
-        found = row_for_second_copy(slots, pool.table, adapter, slots.has(adapter), others, now)
+        found = row_for_second_copy(slots, pool.table, adapter, slots.rows_with(adapter), others, now)
         # for a copy, nothing is closed and waited for
         if found is not None and not (found.evicts and (found.must_wait or self._loads.has_peers)):
             self._loads.start_load(pool, found, adapter, now, out)
 
-    def _failed(self, result: AdapterLoadResult, problem: LoadProblem, pool: Pool, row: int, now: float) -> None:
+    def _failed(self, result: AdapterLoadResult, problem: AdapterLoadProblem, pool: Pool, row: int, now: float) -> None:
         """Record the failure, for requests that wait and for later ones."""
         groups = [one for one in self._groups.values() if one.pool is pool and one.adapter == result.adapter]
         match problem:
-            case LoadProblem.BUSY:
+            case AdapterLoadProblem.BUSY:
                 if pool.slots is not None:
-                    pool.slots.is_full(row)
+                    pool.slots.mark_full(row)
                 for group in groups:
                     group.refused[row] = now + _RETRY_S
-            case LoadProblem.UNREACHABLE:
-                self._loads.mark_silent(pool, result.address, now)
-            case LoadProblem.BROKEN:
+            case AdapterLoadProblem.UNREACHABLE:
+                self._loads.mark_unresponsive(pool, result.address, now)
+            case AdapterLoadProblem.BROKEN:
                 for group in groups:
                     group.refused[row] = now + BROKEN_S
                     group.broken.add(row)
@@ -446,11 +446,11 @@ class AdapterWait:
             return
         for one in closing.adapters:
             if slots.is_loaded_on(closing.endpoint.row, one):
-                self._loads.change(group.pool, closing.endpoint.row, one, "loaded", now, out)
+                self._loads.record_change(group.pool, closing.endpoint.row, one, "loaded", now, out)
 
     def _too_late(self, group: _Group) -> Refusal:
         if self._loads.is_loading(group.pool, group.adapter, group.pool.table.active_rows):
-            text = f"takes longer to load than {timeout_of(group.pool):g} s"
+            text = f"takes longer to load than {load_timeout_s(group.pool):g} s"
         else:
             others = f"{_kind(group.pool)}s"
             text = f"has no room at any engine: all slots are in use by other {others}"
@@ -462,7 +462,7 @@ class AdapterWait:
 
     def _refuse(self, group: _Group, ticket: str, refusal: Refusal, now: float, out: list[Effect]) -> None:
         _remove(group, ticket)
-        self._dispatcher.give_up(self._records[ticket], refusal, now, out)
+        self._dispatcher.refuse_held(self._records[ticket], refusal, now, out)
 
 
 def _remove(group: _Group, ticket: str) -> bool:

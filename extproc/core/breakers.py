@@ -7,9 +7,9 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.effects import BreakerChanged, HealthChanged
-from extproc.core.peers import KnownBreaker
-from extproc.endpoints.avoidance import set_breaker
+from extproc.core.peer_events import KnownBreaker
 from extproc.endpoints.breaker import BreakerState
+from extproc.endpoints.breaker_ranks import set_breaker
 from extproc.endpoints.health import EndpointHealth
 from extproc.errors import ServerFailing
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _MOST_KNOWN: Final = 10_000
 
 
-def is_drawn(pool: Pool, now: float, rng: random.Random) -> bool:
+def draw_pass(pool: Pool, now: float, rng: random.Random) -> bool:
     """Whether a request may go to the ModelServer, by the share that its breaker lets through."""
     breaker = pool.breaker
-    return not breaker.generation or rng.random() < breaker.share(now)
+    return not breaker.generation or rng.random() < breaker.passing_share(now)
 
 
 def may_probe(pool: Pool, now: float) -> bool:
@@ -36,9 +36,9 @@ def may_probe(pool: Pool, now: float) -> bool:
     return bool(pool.breaker.trips) and pool.probe_at_s(now) <= now
 
 
-def check_server(pool: Pool, now: float, *, is_drawn: bool) -> None:
+def check_server_breaker(pool: Pool, now: float, *, is_drawn: bool) -> None:
     """Raises ServerFailing if the ModelServer's breaker, which is not closed, does not let the request through.
-    ``is_drawn``: it may go beside the probe.
+    ``draw_pass``: it may go beside the probe.
     """
     breaker = pool.breaker
     if not len(pool.table):
@@ -51,10 +51,10 @@ def check_server(pool: Pool, now: float, *, is_drawn: bool) -> None:
         )
 
 
-def known_breakers(pools: Iterable[Pool], now: float) -> list[KnownBreaker]:
+def breakers_for_peers(pools: Iterable[Pool], now: float) -> list[KnownBreaker]:
     """For the other processes."""
     found = [
-        KnownBreaker(pool.name, address, breaker.moved(-now))
+        KnownBreaker(pool.name, address, breaker.shifted(-now))
         for pool in pools
         for address, breaker in breakers_of(pool)
         if breaker.generation
@@ -71,7 +71,7 @@ def breakers_of(pool: Pool) -> Iterable[tuple[str, Breaker]]:
             yield table.addresses[row], table.breakers[row]
 
 
-def server_problems(pools: Iterable[Pool], now: float) -> dict[str, str]:
+def server_breaker_problems(pools: Iterable[Pool], now: float) -> dict[str, str]:
     """By ModelServer, what its breaker does, for its status; those whose breakers are closed are left out."""
     return {
         pool.name: f"its breaker is {pool.breaker.state(now).text}, as most of its requests have failed"
@@ -88,7 +88,7 @@ def merge_breakers(pools: Mapping[str, Pool], known: Iterable[KnownBreaker], now
         if pool is None or (one.address and row is None):
             continue
         before = pool.breaker if row is None else pool.table.breakers[row]
-        after = before.merged(one.breaker.moved(now), now)
+        after = before.merged(one.breaker.shifted(now), now)
         if after is not before:
             change_breaker(pool, row, after, out, is_news=bool(before.trips) != bool(after.trips))
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from extproc.admission.saturation import EndpointHeadroom, Stages
+from extproc.admission.saturation import EndpointHeadroom, PrefillDecodeRows
 from extproc.api.admission import SaturationSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.admission.queue import Gate
-    from extproc.routing.resolve import Targets
+    from extproc.admission.fair_queue import FlowControlGate
+    from extproc.routing.routing_table import Targets
     from extproc.scheduling.pool import Pool
 
 _USUAL: Final = SaturationSpec()
@@ -27,7 +27,9 @@ def has_capacity(pool: Pool, now: float) -> bool:
     return bool(_headroom_of(pool, now).open.any())
 
 
-def load_of(targets: Targets, pools: Mapping[str, Pool], gates: Mapping[str, Gate], now: float) -> float:
+def load_fraction(
+    targets: Targets, pools: Mapping[str, Pool], gates: Mapping[str, FlowControlGate], now: float
+) -> float:
     """From 0 to 1, how full it is where a request goes: at the emptiest tier, or without tiers at the fullest of those
     that may be drawn for it.
     """
@@ -40,16 +42,16 @@ def load_of(targets: Targets, pools: Mapping[str, Pool], gates: Mapping[str, Gat
     return (min if has_tiers else max)(loads, default=1.0)
 
 
-def _load_at(pool: Pool, gate: Gate | None, now: float) -> float:
+def _load_at(pool: Pool, gate: FlowControlGate | None, now: float) -> float:
     if not pool.is_ready(now):
         return 1.0
     if gate is None:
         return _headroom_of(pool, now).saturation
-    gate.measure(now)
+    gate.update_saturation(now)
     return 1.0 if len(gate.queue) else gate.saturation
 
 
 def _headroom_of(pool: Pool, now: float) -> EndpointHeadroom:
-    control, stages = pool.spec.flow_control, pool.stages()
+    control, stages = pool.spec.flow_control, pool.prefill_decode_rows()
     limits = (_USUAL if control is None else control.saturation).limits()
-    return EndpointHeadroom(pool.table, limits, now, None if stages is None else Stages(*stages))
+    return EndpointHeadroom(pool.table, limits, now, None if stages is None else PrefillDecodeRows(*stages))

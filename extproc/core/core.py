@@ -11,32 +11,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.admission.access import Authorizer
-from extproc.admission.guards import guards_of
-from extproc.admission.identity import CacheIsolation, Identities
+from extproc.admission.guards import guards_by_route
+from extproc.admission.identity import CacheIsolation, IdentityResolver
 from extproc.admission.limits import Grant
-from extproc.admission.objectives import ObjectiveTable
-from extproc.api.snapshot import kv_event_sources, scrape_stretch
-from extproc.core.accounts import NO_OTHERS, Accounts, LevelExchange
-from extproc.core.breakers import known_breakers, merge_breakers, reset_breakers
-from extproc.core.capacity import load_of
+from extproc.admission.slo_classes import ObjectiveTable
+from extproc.api.snapshot import kv_event_sources, scrape_interval_factor
+from extproc.core.breakers import breakers_for_peers, merge_breakers, reset_breakers
+from extproc.core.capacity import load_fraction
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
-from extproc.core.effects import AnswerRead, AskGuard, BreakerChanged, Broadcast, Effect
+from extproc.core.effects import AnswerReadForCache, AskGuard, BreakerChanged, Broadcast, Effect
 from extproc.core.fallback import FallbackPlanner
 from extproc.core.fallback_budget import FallbackBudgets
-from extproc.core.feedback import apply_adapter_change, on_metrics
+from extproc.core.flow_control import AdmissionController
 from extproc.core.guards import GuardStopped
+from extproc.core.limit_accounting import NO_OTHERS, LevelExchange, LimitAccounting
 from extproc.core.mirror import Mirrors
-from extproc.core.orphans import OrphanedRequests, process_of
-from extproc.core.peers import (
+from extproc.core.orphans import OrphanedRequests, process_of_ticket
+from extproc.core.outcome_feedback import apply_adapter_change, apply_engine_report
+from extproc.core.peer_events import (
     MOST_SHARED_BYTES,
     AdapterChanged,
     AnswerArrived,
     AnswerStored,
-    AskLevels,
-    AskStarted,
+    AskLimitLevels,
+    AskRequestsStarted,
     EngineReported,
-    Levels,
+    LimitLevels,
     LimitSpent,
     OutcomeKnown,
     PeerView,
@@ -44,21 +45,20 @@ from extproc.core.peers import (
     RequestEnded,
     RequestPrefilled,
     RequestStarted,
-    RowsRead,
+    UsageRowsRead,
 )
 from extproc.core.pipeline import AdmissionPipeline
-from extproc.core.prefill_leg import PrefillLegs
-from extproc.core.queue import AdmissionController
-from extproc.core.record import BUNDLE, AdapterLoadResult, PrefillResult, Record
+from extproc.core.prefill_completion import PrefillCompletion
 from extproc.core.request_builder import RequestBuilder
-from extproc.core.response_cache import Key
-from extproc.core.running import RunningRequests, loads_in_parts, loads_of
+from extproc.core.request_record import BUNDLE, AdapterLoadResult, PrefillResult, RequestRecord
+from extproc.core.response_cache import CacheKey
+from extproc.core.running_requests import RunningRequests, endpoint_loads, loads_in_parts
 from extproc.core.states import Event, State
 from extproc.endpoints.breaker import ProbeTurns
-from extproc.prefix.index import blocks_of_each
-from extproc.prefix.kv_events import blocks_of_each_source
-from extproc.routing.resolve import RoutingTable
-from extproc.scheduling.pickers_for import pickers_for, without_files
+from extproc.prefix.approximate_index import max_blocks_per_endpoint
+from extproc.prefix.kv_events import max_blocks_per_source
+from extproc.routing.routing_table import RoutingTable
+from extproc.scheduling.picker_cache import pickers_for, without_picker_files
 from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
@@ -66,22 +66,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from extproc.admission.buckets import BucketLevel
-    from extproc.admission.objectives import ObjectiveClass
-    from extproc.admission.spent_budgets import SpentByRows
+    from extproc.admission.budget_usage import RemainingBudgets
+    from extproc.admission.slo_classes import ObjectiveClass
     from extproc.api.payload_log import PayloadLog
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import Demand, EndpointLoad
-    from extproc.core.accounts import RecentGrants
     from extproc.core.effects import RequestEffect
     from extproc.core.explanation import Explanation
     from extproc.core.guards import GuardFailed, GuardReply
-    from extproc.core.orphans import Orphan
-    from extproc.core.peers import EventBatch
+    from extproc.core.limit_accounting import RecentGrants
+    from extproc.core.orphans import OrphanedOutcome
+    from extproc.core.peer_events import EventBatch
     from extproc.core.pipeline import Answer
-    from extproc.core.record import Arrival, Attachment, Head, Outcome, WorkResult
+    from extproc.core.request_record import Arrival, GatewayProperties, Outcome, RequestHead, WorkResult
     from extproc.core.response_cache import AnswerStore, Kind
     from extproc.core.trace import Trace
-    from extproc.scheduling.pickers_for import MadePicker, MakePicker
+    from extproc.scheduling.picker_cache import MadePicker, MakePicker
 
 
 class Core:
@@ -93,7 +93,7 @@ class Core:
         *,
         rng: random.Random,
         ticket_prefix: str,
-        make_picker: MakePicker = without_files,
+        make_picker: MakePicker = without_picker_files,
         machine: str | None = None,
         recent: RecentGrants = NO_OTHERS,
         has_readers: Callable[[], bool] = lambda: True,
@@ -105,7 +105,7 @@ class Core:
         self.pools: dict[str, Pool] = {}
         self.admission = AdmissionController(rng=rng)
         self.peer_view = PeerView()
-        self._turns = ProbeTurns(ticket_prefix, lambda: self.peer_view.names)
+        self._turns = ProbeTurns(ticket_prefix, lambda: self.peer_view.peer_names)
         self.snapshot = snapshot
         # of the configuration in use
         self.builder: RequestBuilder
@@ -124,10 +124,10 @@ class Core:
         self._ticket_prefix = ticket_prefix
         self._tickets = 0
         self._machine = machine
-        limits, peers = self.admission.limits, lambda: self.peer_view.peers
-        self._accounts = Accounts(limits, machine=machine, peers=peers, recent=recent, has_readers=has_readers)
+        limits, peers = self.admission.limits, lambda: self.peer_view.peer_count
+        self._accounts = LimitAccounting(limits, machine=machine, peers=peers, recent=recent, has_readers=has_readers)
         self.levels = LevelExchange(limits, machine=machine, origin=ticket_prefix, recent=recent)
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, RequestRecord] = {}
         self.meter = DemandMeter(ticket_prefix)
         budgets = FallbackBudgets()
         fallbacks = FallbackPlanner(budgets, rng=rng)
@@ -147,7 +147,7 @@ class Core:
         self._caches = self._pipeline.caches
         self._running = RunningRequests(self._records, self._accounts, budgets, has_peers=machine is not None)
         self._orphans = OrphanedRequests(self.admission, self._accounts)
-        self._legs = PrefillLegs(
+        self._legs = PrefillCompletion(
             self._records,
             self._dispatcher,
             self._running,
@@ -163,12 +163,12 @@ class Core:
         """
         pickers = pickers_for(snapshot, self._pickers, self._make_picker)
         routing = RoutingTable(snapshot, self._routing)
-        identities, authorizer = Identities(snapshot), Authorizer(snapshot)
+        identities, authorizer = IdentityResolver(snapshot), Authorizer(snapshot)
         isolation = CacheIsolation(snapshot)
         pools: dict[str, Pool] = {}
-        stretch = scrape_stretch(snapshot.servers)
-        most_blocks = blocks_of_each(sum(len(server.spec.endpoints) for server in snapshot.servers))
-        most_of_source = blocks_of_each_source(kv_event_sources(snapshot.servers))
+        stretch = scrape_interval_factor(snapshot.servers)
+        most_blocks = max_blocks_per_endpoint(sum(len(server.spec.endpoints) for server in snapshot.servers))
+        most_of_source = max_blocks_per_source(kv_event_sources(snapshot.servers))
         for server in snapshot.servers:
             name = server.metadata.key
             picker, known = pickers[name].picker, self.pools.get(name)
@@ -176,13 +176,15 @@ class Core:
             if known is not None and (known.spec is not server.spec or known.picker is not picker):
                 known.update(server.spec, picker)
             pools[name] = known or Pool(name, server.spec, picker, self._turns)
-            pools[name].name_models(routing.adapters_of(name), is_asked_by_model=name in routing.asked_by_model)
+            pools[name].set_requested_models(
+                routing.adapters_of(name), is_asked_by_model=name in routing.asked_by_model
+            )
             pools[name].set_report_interval(stretch)
             pools[name].caches.limit_blocks(most_blocks, of_source=most_of_source)
         self.pools, self.snapshot, self._pickers = pools, snapshot, pickers
         self._routing = routing
         self.admission.apply(snapshot, pools)
-        gateway, guards = snapshot.gateway, guards_of(snapshot)
+        gateway, guards = snapshot.gateway, guards_by_route(snapshot)
         self._caches.apply(snapshot)
         self.asks_who = bool(
             self._caches.needs_callers
@@ -190,7 +192,7 @@ class Core:
             or gateway.clients == "Trusted"
             or self.admission.gates
             or snapshot.picker_files
-            or self.admission.limits_any
+            or self.admission.has_limits
             or isolation.asks_who
             or authorizer.restricts
             or gateway.usage_log is not None
@@ -216,7 +218,7 @@ class Core:
             authorizer,
             pools,
             self._rng,
-            has_limits=self.admission.limits_any or bool(guards),
+            has_limits=self.admission.has_limits or bool(guards),
         )
         self._mirrors.apply(self.builder)
         out = list[Effect]()
@@ -227,7 +229,7 @@ class Core:
         self,
         arrival: Arrival,
         now: float,
-        attachment: Attachment = BUNDLE,
+        attachment: GatewayProperties = BUNDLE,
         *,
         wants_reasons: bool = False,
         trace: Trace | None = None,
@@ -238,23 +240,25 @@ class Core:
         """
         self._tickets += 1
         wall_s = now + self._accounts.wall_offset_s
-        record = Record(f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival, arrived_at_s=now, wall_s=wall_s)
+        record = RequestRecord(
+            f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival, arrived_at_s=now, wall_s=wall_s
+        )
         record.attachment, record.wants_reasons, record.trace = attachment, wants_reasons, trace
-        record.happens(Event.ARRIVED)
+        record.begin_event(Event.ARRIVED)
         out = list[Effect]()
         pool = arrival.pool
         if arrival.destination.rule.tiers is not None or pool.breaker.generation or pool.spec.provider is not None:
-            self._pipeline.place(record, now, out)
-        self.meter.count_arrival(record, record.arrived)
+            self._pipeline.choose_tier(record, now, out)
+        self.meter.count_arrival(record, record.pending_arrival)
         return self._pipeline.start_request(record, now, out), out
 
-    def shown_load(self, head: Head, model: str, now: float) -> float | None:
+    def load_for_caller(self, head: RequestHead, model: str, now: float) -> float | None:
         """How full it is, from 0 to 1, where requests of the caller for ``model`` go; None: it may not know."""
         shown_to = self.snapshot.gateway.load_shown_to
         if not shown_to or self.builder.tenant_of(head) not in shown_to:
             return None
-        targets = self.builder.usual_targets(head, model)
-        return None if targets is None else load_of(targets, self.pools, self.admission.gates, now)
+        targets = self.builder.default_targets(head, model)
+        return None if targets is None else load_fraction(targets, self.pools, self.admission.gates, now)
 
     def resume(self, ticket: str, answer: Answer, now: float) -> tuple[RequestEffect | None, list[Effect]]:
         """The answer to an AskLimits, AskGuard or AskTokens has come. Returns as ``arrive`` does; None if the client
@@ -265,7 +269,7 @@ class Core:
             if isinstance(answer, Grant):
                 self._accounts.settle_grants((answer,), None, now, out)
             return None, out
-        record.happens(Event.ANSWERED)
+        record.begin_event(Event.ANSWERED)
         return self._pipeline.resume(record, answer, now, out), out
 
     def on_wall_clock(self, wall_s: float, now: float) -> None:
@@ -274,12 +278,12 @@ class Core:
         self.admission.forget_ended_windows(wall_s)
         self._accounts.forget_ended(wall_s)
 
-    def lower_budgets(self, spent: SpentByRows, now: float) -> list[BucketLevel]:
+    def cap_budgets(self, spent: RemainingBudgets, now: float) -> list[BucketLevel]:
         """Budgets have no more left than usage rows leave. Returns the levels of Global ones, which are in the shared
         store.
         """
         local, shared = spent.levels()
-        self.admission.limits.lower(local, now)
+        self.admission.limits.cap_levels(local, now)
         return shared
 
     def tick(self, now: float) -> list[Effect]:
@@ -296,39 +300,39 @@ class Core:
                 self._pipeline.adapters.on_adapter_load(result, self.pools.get(result.server), now, out)
             case PrefillResult():
                 self._legs.on_result(result, self.pools, now, out)
-                self._pipeline.wake(now, out)
+                self._pipeline.release_held(now, out)
         return out
 
     def on_disconnect(self, ticket: str, now: float) -> list[Effect]:
         """The client of a request went away before it was answered: no engine gets it."""
         record, out = self._records.get(ticket), list[Effect]()
-        if record is None or not record.happens(Event.LEFT):
+        if record is None or not record.begin_event(Event.LEFT):
             return out
         if record.run is None:
             self._pipeline.on_disconnect(record, now, out)
         elif record.state is State.PREFILLING:
-            self._legs.leave(record, record.run, now, out)
+            self._legs.on_client_left(record, record.run, now, out)
         elif record.state is State.SETTLED:
             self._running.on_stream_closed(record, record.run, now, out)
         else:
-            self._running.undo(record, record.run, now, out)
+            self._running.undo_dispatch(record, record.run, now, out)
         self._legs.on_request_ended(ticket, out)
-        self._pipeline.wake(now, out)
+        self._pipeline.release_held(now, out)
         return out
 
     def on_stream_closed(self, ticket: str, now: float) -> list[Effect]:
         """The stream of a request is closed: its endpoint is free of it."""
         record, out = self._records.get(ticket), list[Effect]()
-        if record is None or not record.happens(Event.FINISHED):
+        if record is None or not record.begin_event(Event.FINISHED):
             return out
         if record.run is None:
             self._pipeline.on_disconnect(record, now, out)
         elif record.state is State.PREFILLING:
-            self._legs.leave(record, record.run, now, out)
+            self._legs.on_client_left(record, record.run, now, out)
         else:
             self._running.on_stream_closed(record, record.run, now, out)
         self._legs.on_request_ended(ticket, out)
-        self._pipeline.wake(now, out)
+        self._pipeline.release_held(now, out)
         return out
 
     def on_outcome(self, outcome: Outcome, now: float) -> list[Effect]:
@@ -345,7 +349,7 @@ class Core:
         several processes, whichever decided the request.
         """
         out = list[Effect]()
-        if process_of(ticket) == self.name or self._machine is None:
+        if process_of_ticket(ticket) == self.name or self._machine is None:
             self._keep_answer(ticket, kind, body, now, out)
         elif len(body) <= MOST_SHARED_BYTES:
             out.append(Broadcast(AnswerArrived(ticket, kind, body)))
@@ -354,21 +358,21 @@ class Core:
     def _keep_answer(self, ticket: str, kind: Kind, body: bytes, now: float, out: list[Effect]) -> None:
         awaited = self._caches.pop_awaited(ticket)
         if awaited is None:
-            out.append(AnswerRead("", "unknown"))
+            out.append(AnswerReadForCache("", "unknown"))
             return
         pool = self.pools.get(awaited.server)
         if pool is None or pool.revisions != awaited.revisions:
             # an engine of another revision may have given it
-            out.append(AnswerRead(awaited.route, "outdated"))
+            out.append(AnswerReadForCache(awaited.route, "outdated"))
             return
-        is_kept = self._caches.keep_own_answer(awaited, kind, body, now)
-        out.append(AnswerRead(awaited.route, "stored" if is_kept else "not_whole"))
+        is_kept = self._caches.store_own_answer(awaited, kind, body, now)
+        out.append(AnswerReadForCache(awaited.route, "stored" if is_kept else "not_whole"))
         if is_kept and self._machine is not None and len(body) <= MOST_SHARED_BYTES:
             key = awaited.key
             out.append(Broadcast(AnswerStored(key.scope, key.text, kind, body, awaited.ttl_s)))
 
     @property
-    def answers(self) -> AnswerStore:
+    def stored_answers(self) -> AnswerStore:
         """Those that the response cache keeps."""
         return self._caches.store
 
@@ -379,7 +383,7 @@ class Core:
         if pool is not None:
             reset_breakers(pool, address, now, out)
         self._share_breakers(now, out)
-        self._pipeline.wake(now, out)
+        self._pipeline.release_held(now, out)
         return out
 
     def _share_breakers(self, now: float, out: list[Effect]) -> None:
@@ -388,29 +392,31 @@ class Core:
             out.append(self._alive(now))
 
     def _alive(self, now: float) -> Broadcast:
-        return Broadcast(ProcessAlive(self._running.local_tickets(), known_breakers(self.pools.values(), now)))
+        return Broadcast(ProcessAlive(self._running.local_tickets(), breakers_for_peers(self.pools.values(), now)))
 
     def has_no_record(self, ticket: str) -> bool:
         """Whether no request of this process has the ticket."""
         record = self._records.get(ticket)
-        return (record is None or not record.is_ours) and process_of(ticket) != self.name
+        return (record is None or not record.is_ours) and process_of_ticket(ticket) != self.name
 
-    def on_orphan(self, orphan: Orphan, now: float) -> list[Effect]:
+    def on_orphan(self, orphan: OrphanedOutcome, now: float) -> list[Effect]:
         """The outcome of a request came that another process has decided: that one settles it, or it is gone."""
         out = list[Effect]()
-        self._orphans.on_outcome(orphan, now, out, may_be_settled=self.peer_view.is_alive(process_of(orphan.ticket)))
+        self._orphans.on_outcome(
+            orphan, now, out, may_be_settled=self.peer_view.is_alive(process_of_ticket(orphan.ticket))
+        )
         return out
 
-    def on_rows_read(self, read_s: float) -> list[Effect]:
+    def on_usage_rows_read(self, read_s: float) -> list[Effect]:
         """Budgets are lowered to what usage rows leave, which were read until ``read_s``, seconds since 1970."""
         self._orphans.rows_read_s = read_s
-        return [] if self._machine is None else [Broadcast(RowsRead(read_s))]
+        return [] if self._machine is None else [Broadcast(UsageRowsRead(read_s))]
 
     def on_metrics(self, event: EngineReported, now: float) -> list[Effect]:
         """An engine has reported its metrics or its models to this process."""
         out: list[Effect] = [] if self._machine is None else [Broadcast(event)]
-        on_metrics(self.pools, event, now, out)
-        self._pipeline.wake(now, out)
+        apply_engine_report(self.pools, event, now, out)
+        self._pipeline.release_held(now, out)
         return out
 
     def ingest(self, batch: EventBatch, now: float) -> list[Effect]:
@@ -426,29 +432,29 @@ class Core:
                     self._running.settle(event.outcome, now, out)
                 case EngineReported():
                     # whoever has read the engine logs what is new
-                    on_metrics(self.pools, event, now, [])
-                case ProcessAlive() | AskStarted():
+                    apply_engine_report(self.pools, event, now, [])
+                case ProcessAlive() | AskRequestsStarted():
                     self._compare(event, origin, now, out)
-                case AnswerArrived() | AnswerStored() | RowsRead():
+                case AnswerArrived() | AnswerStored() | UsageRowsRead():
                     self._share(event, now, out)
                 case AdapterChanged():
                     apply_adapter_change(self.pools, event, now)
-                case LimitSpent() | AskLevels() | Levels():
-                    self.levels.ingest(event, origin, now, out)
-                    if isinstance(event, AskLevels) and known_breakers(self.pools.values(), now):
+                case LimitSpent() | AskLimitLevels() | LimitLevels():
+                    self.levels.on_event(event, origin, now, out)
+                    if isinstance(event, AskLimitLevels) and breakers_for_peers(self.pools.values(), now):
                         # it begins to serve when it has the levels
                         out.append(self._alive(now))
-        self._pipeline.wake(now, out)
+        self._pipeline.release_held(now, out)
         return out
 
-    def _share(self, event: AnswerArrived | AnswerStored | RowsRead, now: float, out: list[Effect]) -> None:
+    def _share(self, event: AnswerArrived | AnswerStored | UsageRowsRead, now: float, out: list[Effect]) -> None:
         match event:
-            case AnswerArrived() if process_of(event.ticket) == self.name:
+            case AnswerArrived() if process_of_ticket(event.ticket) == self.name:
                 self._keep_answer(event.ticket, event.kind, event.body, now, out)
             case AnswerStored():
-                key = Key(event.scope, event.key)
-                self._caches.keep_answer(key, event.kind, event.body, now=now, ttl_s=event.ttl_s)
-            case RowsRead():
+                key = CacheKey(event.scope, event.key)
+                self._caches.store_answer(key, event.kind, event.body, now=now, ttl_s=event.ttl_s)
+            case UsageRowsRead():
                 self._orphans.rows_read_s = max(self._orphans.rows_read_s, event.read_s)
 
     def _repeat(
@@ -458,33 +464,33 @@ class Core:
         match event:
             case RequestStarted():
                 gate = self.admission.gates.get(event.server)
-                is_counted = self._running.repeat(event, origin, self.pools.get(event.server), gate, now)
+                is_counted = self._running.count_remote_request(event, origin, self.pools.get(event.server), gate, now)
                 self.peer_view.add_request(origin, event.ticket, is_counted=is_counted)
             case RequestPrefilled():
                 self._running.on_prefilled(event, now, out)
             case RequestEnded() if self.peer_view.remove_request(origin, event.ticket):
-                self._running.finish_elsewhere([event.ticket], now, out, is_moved=event.is_moved)
+                self._running.finish_remote([event.ticket], now, out, is_moved=event.is_moved)
 
-    def _compare(self, event: ProcessAlive | AskStarted, origin: str, now: float, out: list[Effect]) -> None:
+    def _compare(self, event: ProcessAlive | AskRequestsStarted, origin: str, now: float, out: list[Effect]) -> None:
         """Make up for ends, starts and changes of breakers that were lost."""
         match event:
             case ProcessAlive():
-                self._running.finish_elsewhere(self.peer_view.remove_lost(origin, event.running), now, out)
+                self._running.finish_remote(self.peer_view.remove_lost(origin, event.running), now, out)
                 merge_breakers(self.pools, event.breakers, now, out)
-                if unknown := self.peer_view.unknown(origin, event.running):
-                    out.append(Broadcast(AskStarted(origin, unknown)))
-            case AskStarted() if event.process == self.name:
-                out += map(Broadcast, self._running.started(event.tickets))
+                if unknown := self.peer_view.unknown_requests(origin, event.running):
+                    out.append(Broadcast(AskRequestsStarted(origin, unknown)))
+            case AskRequestsStarted() if event.process == self.name:
+                out += map(Broadcast, self._running.started_events(event.tickets))
 
     def heartbeat(self, now: float) -> list[Effect]:
         """Send the list of requests that run here, and end the requests of processes that are silent."""
         out: list[Effect] = [self._alive(now)]
-        self.levels.ask(out)
+        self.levels.request_levels(out)
         for origin, tickets in self.peer_view.remove_silent(now).items():
-            self._running.finish_elsewhere(tickets, now, out)
-            self.admission.limits.give_back(origin, now)
+            self._running.finish_remote(tickets, now, out)
+            self.admission.limits.on_process_gone(origin, now)
             self._orphans.on_process_lost(origin, now, out)
-        self._pipeline.wake(now, out)
+        self._pipeline.release_held(now, out)
         return out
 
     def explain(
@@ -493,7 +499,7 @@ class Core:
         now: float,
         *,
         tokens: Sequence[int] | None = None,
-        attachment: Attachment = BUNDLE,
+        attachment: GatewayProperties = BUNDLE,
         guarded: str = "",
     ) -> Explanation:
         """The decision that a request would get, with every reason; nothing changes. Raises a Refusal.
@@ -502,15 +508,15 @@ class Core:
         """
         return self._pipeline.explain(arrival, attachment, tokens, now=now, rng=self._rng, guarded=guarded)
 
-    def guard_to_ask(self, arrival: Arrival) -> AskGuard | None:
+    def guard_request(self, arrival: Arrival) -> AskGuard | None:
         """To explain a request: its guard, which can then be asked."""
         guard = self._pipeline.guard_of(arrival)
         return None if guard is None or guard.service is None else AskGuard(self._ticket_prefix, arrival, guard)
 
-    def after_guard(self, ask: AskGuard, answer: GuardReply | GuardFailed) -> tuple[Arrival, str]:
+    def apply_guard_reply(self, ask: AskGuard, answer: GuardReply | GuardFailed) -> tuple[Arrival, str]:
         """The request as it goes on, and what its guard said; nothing changes. Raises a Refusal."""
         try:
-            found = self._pipeline.judge(ask.guard, ask.arrival, answer, [])
+            found = self._pipeline.apply_guard_reply(ask.guard, ask.arrival, answer, [])
         except GuardStopped as stopped:
             raise stopped.refusal from None
         return found.arrival, found.text
@@ -529,13 +535,13 @@ class Core:
         """Of this process; another one after each start."""
         return self._ticket_prefix
 
-    def requests(self) -> list[Record]:
+    def records(self) -> list[RequestRecord]:
         """The records of all requests, those of other processes included."""
         return list(self._records.values())
 
     def objective_classes(self) -> list[ObjectiveClass]:
         """Those of the configuration in use."""
-        return self._dispatcher.objectives.all()
+        return self._dispatcher.objectives.all_classes()
 
     def configured_names(self) -> dict[str, set[str]]:
         """Of what the configuration in use has, by what it is."""
@@ -555,7 +561,7 @@ class Core:
 
     def loads(self) -> dict[str, EndpointLoad]:
         """The load that this process puts on each engine, by address."""
-        return loads_of(self._records.values(), self.pools.values())
+        return endpoint_loads(self._records.values(), self.pools.values())
 
     def loads_in_parts(self) -> Iterator[dict[str, EndpointLoad]]:
         """The same for ``add_part``, a pool at a time."""

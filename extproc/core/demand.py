@@ -11,13 +11,13 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from extproc.api.status_pages import Demand, EngineDemand, RequestCounters, ServerDemand
-from extproc.core.demand_meter import NEVER, InFlight, ModelMeter, ServerMeter, WaitingRequest, add_model
+from extproc.core.demand_counters import NEVER, InFlight, ModelMeter, ServerMeter, WaitingRequest, add_model
 from extproc.core.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.core.record import Arrival, Outcome, Record, Run
+    from extproc.core.request_record import Arrival, DispatchedRequest, Outcome, RequestRecord
     from extproc.scheduling.pool import Assignment, Pool
 
 
@@ -41,7 +41,7 @@ class DemandMeter:
         self._sequence = 0
         self._servers: dict[str, ServerMeter] = {}
 
-    def count_arrival(self, record: Record, arrival: Arrival) -> None:
+    def count_arrival(self, record: RequestRecord, arrival: Arrival) -> None:
         """A request has come to its ModelServer."""
         meter = self._meter_of(arrival)
         meter.arrivals += 1
@@ -51,12 +51,12 @@ class DemandMeter:
             server.notify_at = NEVER
             self.crowded.add(arrival.pool.name)
 
-    def unfinished(self, name: str) -> int:
+    def unfinished_requests(self, name: str) -> int:
         """Requests of a ModelServer that wait here or are at engines."""
         server = self._servers.get(name)
         return 0 if server is None else server.unfinished
 
-    def notify_at(self, name: str, unfinished: int) -> None:
+    def set_notify_threshold(self, name: str, unfinished: int) -> None:
         """Add the ModelServer to ``crowded`` once it has so many unfinished requests, or fewer if an earlier call set
         that.
         """
@@ -64,7 +64,7 @@ class DemandMeter:
         if server is not None:
             server.notify_at = min(server.notify_at, unfinished)
 
-    def move_request(self, record: Record, arrival: Arrival) -> None:
+    def move_request(self, record: RequestRecord, arrival: Arrival) -> None:
         """A request that waits for an engine goes to another ModelServer; it has arrived at the first one alone."""
         before = record.meter
         if before is not None:
@@ -74,9 +74,9 @@ class DemandMeter:
             if wait is not None:
                 record.meter.server.begin_wait(record.ticket, wait)
 
-    def begin_wait(self, record: Record, state: State) -> None:
+    def begin_wait(self, record: RequestRecord, state: State) -> None:
         """The request is held, in ``state`` from now on."""
-        meter, pool = record.meter, record.arrived.pool
+        meter, pool = record.meter, record.pending_arrival.pool
         if meter is None:
             return
         server, awaits_engine = meter.server, state is State.AWAITING_ENGINE
@@ -121,7 +121,7 @@ class DemandMeter:
             return None
         return _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
 
-    def quiet_mark(self, pools: Mapping[str, Pool], name: str) -> object | None:
+    def idle_marker(self, pools: Mapping[str, Pool], name: str) -> object | None:
         """A value that changes when this process has had a request for the server; None while it has one."""
         pool, server = pools.get(name), self._servers.get(name)
         if pool is None or (server is not None and server.is_busy):
@@ -149,7 +149,7 @@ class DemandMeter:
         return server
 
 
-def count_refusal(record: Record, *, is_for_want_of_engines: bool) -> None:
+def count_refusal(record: RequestRecord, *, is_for_want_of_engines: bool) -> None:
     """Count a refusal by extproc. After one for want of engines, the request's work counts as demand."""
     if record.meter is not None:
         record.meter.refused += 1
@@ -157,7 +157,7 @@ def count_refusal(record: Record, *, is_for_want_of_engines: bool) -> None:
             _count_work(record.meter, record)
 
 
-def count_dispatch(record: Record, run: Run) -> None:
+def count_dispatch(record: RequestRecord, run: DispatchedRequest) -> None:
     """The request is sent to an engine, or to two."""
     meter, assignment = record.meter, run.assignment
     if meter is None:
@@ -168,7 +168,7 @@ def count_dispatch(record: Record, run: Run) -> None:
         meter.server.begin_run(address, tokens)
 
 
-def count_prefill_end(record: Record, run: Run, before: Assignment) -> None:
+def count_prefill_end(record: RequestRecord, run: DispatchedRequest, before: Assignment) -> None:
     """Its prefill engine is free of it, and it may be at other engines than ``before``."""
     if record.meter is None or before.prefill is None:
         return
@@ -179,14 +179,14 @@ def count_prefill_end(record: Record, run: Run, before: Assignment) -> None:
         server.begin_run(address, tokens)
 
 
-def count_request_end(record: Record, run: Run) -> None:
+def count_request_end(record: RequestRecord, run: DispatchedRequest) -> None:
     """Its stream is closed."""
     if record.meter is not None:
         for address, tokens in _load(run, run.assignment):
             record.meter.server.end_run(address, tokens)
 
 
-def _load(run: Run, assignment: Assignment) -> tuple[tuple[str, float], ...]:
+def _load(run: DispatchedRequest, assignment: Assignment) -> tuple[tuple[str, float], ...]:
     """The engines that have it, and its tokens there. The decode engine gets it after our own leg, and from a sidecar
     or beside its prefill at once.
     """
@@ -197,7 +197,7 @@ def _load(run: Run, assignment: Assignment) -> tuple[tuple[str, float], ...]:
     return (prefill,) if run.has_leg else (prefill, decode)
 
 
-def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:
+def count_outcome(record: RequestRecord, run: DispatchedRequest, outcome: Outcome) -> None:
     """Count the outcome of a request."""
     meter = record.meter
     if meter is None:
@@ -223,9 +223,9 @@ def count_outcome(record: Record, run: Run, outcome: Outcome) -> None:
         meter.server.count_times(outcome.ttfb_s, tpot_s)
 
 
-def _count_work(meter: ModelMeter, record: Record) -> float:
+def _count_work(meter: ModelMeter, record: RequestRecord) -> float:
     """Its prefill work, if that is not counted yet; returns its uncached tokens."""
-    arrival, queued = record.arrived, record.queued
+    arrival, queued = record.pending_arrival, record.queued
     caches = arrival.pool.caches
     if queued is not None:
         uncached, cached = queued.uncached_tokens, queued.cached_tokens
@@ -233,7 +233,7 @@ def _count_work(meter: ModelMeter, record: Record) -> float:
         uncached, cached = max(len(arrival.request.prompt) / caches.bytes_per_token, 1.0), 0.0
     if not record.is_work_counted:
         record.is_work_counted = True
-        meter.prefill_work += caches.prompt_cost.work(uncached, cached)
+        meter.prefill_work += caches.prompt_cost.prefill_work(uncached, cached)
     return uncached
 
 
@@ -280,7 +280,7 @@ def _engines(pool: Pool, server: ServerMeter | None, now: float) -> dict[str, En
     """All configured engines, and those that have left and still answer requests."""
     table, cost = pool.table, pool.caches.decode_speed
     flights = {} if server is None else server.in_flight
-    stages = pool.stages()
+    stages = pool.prefill_decode_rows()
     prefill, decode = ([], []) if stages is None else (stages[0].tolist(), stages[1].tolist())
     step_s, step_s_per_token = (cost.step_s, cost.step_s_per_token) if cost.is_learned else (None, None)
     waiting, running, kv_usage = table.waiting.tolist(), table.running.tolist(), table.kv_usage.tolist()

@@ -9,59 +9,59 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from extproc.admission.fair_queue import weighted_tokens
 from extproc.admission.flows import QueuedRequest
 from extproc.admission.limits import Usage
-from extproc.admission.objectives import ObjectiveTable
-from extproc.admission.queue import weighted_tokens
-from extproc.api.used_tokens import Expected
-from extproc.core.breakers import check_server
+from extproc.admission.slo_classes import ObjectiveTable
+from extproc.api.used_tokens import ExpectedTokens
+from extproc.core.breakers import check_server_breaker
 from extproc.core.demand import count_dispatch, count_refusal
 from extproc.core.effects import (
     Broadcast,
     Decision,
     Effect,
     Fault,
-    Held,
+    RequestHeld,
     RequestHistory,
     RequestJudged,
     RequestRefused,
-    with_fault,
+    run_with_fault,
 )
 from extproc.core.explanation import MOST_EXPLAINED, Explanation, explain_pick
-from extproc.core.feedback import SWEEP_S, OverdueRequests
-from extproc.core.objectives import judge_departure, judge_refusal
-from extproc.core.peers import RequestStarted
-from extproc.core.prefill import BesideLeg, Leg, prefill_of, why_served_whole
-from extproc.core.record import NO_RESERVES, LegResult, Record, Run, SentRequest
+from extproc.core.outcome_feedback import SWEEP_S, OverdueRequests
+from extproc.core.peer_events import RequestStarted
+from extproc.core.remote_prefill import ConcurrentPrefill, RemotePrefill, prefill_effect, why_not_disaggregated
+from extproc.core.request_record import NO_RESERVES, DispatchedRequest, LegResult, RequestRecord, SentRequest
+from extproc.core.slo_verdicts import judge_client_left, judge_refusal
 from extproc.core.states import WAITING, Event, State
-from extproc.core.usage import milliseconds, usage_of_decision, usage_of_refusal
-from extproc.engines.answers import PrefillAnswer
+from extproc.core.usage_log import milliseconds, usage_of_decision, usage_of_refusal
+from extproc.engines.engine_responses import PrefillResponse
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
-from extproc.protocol import DEGRADED, SERVED_BY
 from extproc.request.form import read_form, with_fields
-from extproc.request.model_call import with_name
-from extproc.request.overrides import limits_above
-from extproc.request.prefill import Changes
-from extproc.request.rewrite import fields_of, is_plain, with_changes
+from extproc.request.grpc_call import with_model_name
+from extproc.request.json_rewrite import fields_of, has_plain_names, with_changes
+from extproc.request.parameter_overrides import lowered_token_limits
+from extproc.request.prefill_protocols import BodyChanges
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
 from extproc.translate.directive import NAMES, TranslationDirective
+from extproc.wire_protocol import DEGRADED, SERVED_BY
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
 
-    from extproc.admission.objectives import ObjectiveClass
-    from extproc.admission.queue import Gate
-    from extproc.api.usage import UsageContext
-    from extproc.core.accounts import Accounts
+    from extproc.admission.fair_queue import FlowControlGate
+    from extproc.admission.slo_classes import ObjectiveClass
+    from extproc.api.usage_log import UsageContext
     from extproc.core.demand import DemandMeter
-    from extproc.core.record import Arrival, Attachment, FallbackPlan, Reserve
+    from extproc.core.limit_accounting import LimitAccounting
+    from extproc.core.request_record import Arrival, FallbackPlan, FallbackReserve, GatewayProperties
     from extproc.endpoints.table import Bools
-    from extproc.request.model import InferenceRequest
-    from extproc.scheduling.cache_estimator import Expectation
+    from extproc.request.inference_request import InferenceRequest
+    from extproc.scheduling.cache_estimator import PromptExpectation
     from extproc.scheduling.picker import PluginFailed
-    from extproc.scheduling.pool import Assignment, Consideration, Pool
+    from extproc.scheduling.pool import Assignment, Pool, UncommittedPick
 
 
 _NO_COPY: Final = "the copy of a request could not be drawn"
@@ -82,28 +82,30 @@ class PendingDecision(msgspec.Struct, frozen=True):
     mirror: str = ""
 
 
-class PlansAttempts(Protocol):
+class AttemptPlanner(Protocol):
     """Plans where Envoy may go on to."""
 
-    def plan(
-        self, record: Record, considered: Consideration, now: float, *, base: Changes, body: bytes | None
+    def plan_attempts(
+        self, record: RequestRecord, considered: UncommittedPick, now: float, *, base: BodyChanges, body: bytes | None
     ) -> FallbackPlan | None:
         """All attempts of a request that is about to be sent; None if its rule has no fallbacks."""
         ...
 
-    def on_dispatch(self, ticket: str, run: Run) -> None:
+    def on_dispatch(self, ticket: str, run: DispatchedRequest) -> None:
         """The request is sent to an engine."""
         ...
 
 
-class DrawsCopies(Protocol):
+class MirrorDrawer(Protocol):
     """Draws copies of requests."""
 
-    def draw(self, arrival: Arrival, attachment: Attachment, considered: Consideration, now: float) -> str:
+    def draw_copy(
+        self, arrival: Arrival, attachment: GatewayProperties, considered: UncommittedPick, now: float
+    ) -> str:
         """The directive for one, for Envoy; empty: there is none."""
         ...
 
-    def describe(self, arrival: Arrival, considered: Consideration, now: float) -> str:
+    def describe_copy(self, arrival: Arrival, considered: UncommittedPick, now: float) -> str:
         """In words; empty if its rule has no mirror."""
         ...
 
@@ -113,11 +115,11 @@ class Dispatcher:
 
     def __init__(
         self,
-        records: dict[str, Record],
-        accounts: Accounts,
+        records: dict[str, RequestRecord],
+        accounts: LimitAccounting,
         demand: DemandMeter,
-        fallbacks: PlansAttempts,
-        mirrors: DrawsCopies,
+        fallbacks: AttemptPlanner,
+        mirrors: MirrorDrawer,
         *,
         rng: random.Random,
         has_peers: bool,
@@ -131,60 +133,60 @@ class Dispatcher:
         self._has_peers = has_peers
         self._overdue = OverdueRequests(records)
         # one for each record in state PREFILLING
-        self.legs: dict[str, tuple[Leg, PendingDecision]] = {}
+        self.legs: dict[str, tuple[RemotePrefill, PendingDecision]] = {}
         # those that have not ended; None: the decode engine is asked to end the request
-        self.beside: dict[str, BesideLeg | None] = {}
+        self.beside: dict[str, ConcurrentPrefill | None] = {}
         # the configuration has a usage log
         self.logs_usage = False
         # those of the configuration
         self.objectives = ObjectiveTable()
 
-    def put(self, record: Record, state: State, now: float) -> None:
+    def add_record(self, record: RequestRecord, state: State, now: float) -> None:
         """Enter the request in the table, in this state."""
         was_waiting = record.state in WAITING
-        record.become(state, now)
+        record.set_state(state, now)
         if record.trace is not None:
-            record.trace.enter(state, now)
+            record.trace.enter_state(state, now)
         if state in WAITING:
             self._demand.begin_wait(record, state)
         elif was_waiting:
             _end_wait(record)
         self._records[record.ticket] = record
 
-    def move(self, record: Record, other: Arrival) -> None:
+    def move_to_server(self, record: RequestRecord, other: Arrival) -> None:
         """A request that is held goes to another ModelServer, as ``other``. Its tokens are those of the first one's
         model.
         """
         self._demand.move_request(record, other)
         record.arrival, record.tokens = other, None
 
-    def drop(self, record: Record, now: float, out: list[Effect]) -> None:
+    def remove_and_refund(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """Remove the request from the table and refund its grants: no engine gets it."""
         self._records.pop(record.ticket, None)
         if record.state in WAITING:
             _end_wait(record)
-        record.become(State.ABSENT, now)
+        record.set_state(State.ABSENT, now)
         grants, record.grants = record.grants, ()
         self._accounts.settle_grants(grants, None, now, out)
 
-    def leave(self, record: Record, now: float, out: list[Effect]) -> None:
+    def on_client_left(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """The client did not wait for an engine."""
-        self.drop(record, now, out)
-        found = self.objectives_of(record.arrived)
+        self.remove_and_refund(record, now, out)
+        found = self.objectives_of(record.pending_arrival)
         if found is not None:
-            waited_s, is_streamed = now - record.arrived_at_s, record.arrived.request.is_streamed
-            out.append(RequestJudged(found, judge_departure(found, waited_s, is_streamed=is_streamed)))
+            waited_s, is_streamed = now - record.arrived_at_s, record.pending_arrival.request.is_streamed
+            out.append(RequestJudged(found, judge_client_left(found, waited_s, is_streamed=is_streamed)))
 
     def objectives_of(self, arrival: Arrival) -> ObjectiveClass | None:
         """Of the request's class; None: nothing is promised to it."""
         route, known = arrival.destination.route, self.objectives
         return known.class_of(route, arrival.priority) if route in known.routes else None
 
-    def refuse(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> RequestRefused:
+    def refuse(self, record: RequestRecord, refusal: Refusal, now: float, out: list[Effect]) -> RequestRefused:
         """Answer the client with the reason why its request cannot be served."""
-        self.drop(record, now, out)
+        self.remove_and_refund(record, now, out)
         count_refusal(record, is_for_want_of_engines=isinstance(refusal, NoEndpoint | EngineStarting))
-        arrival, usage = record.arrived, None
+        arrival, usage = record.pending_arrival, None
         objectives = self.objectives_of(arrival)
         if objectives is not None:
             verdicts = judge_refusal(objectives, refusal, is_streamed=arrival.request.is_streamed)
@@ -194,57 +196,57 @@ class Dispatcher:
             usage = usage_of_refusal(arrival, record.ticket, refusal, held_s=held_s, objectives=objectives)
         return RequestRefused(record.ticket, refusal, arrival, record.queued, record.was_held, usage)
 
-    def give_up(self, record: Record, refusal: Refusal, now: float, out: list[Effect]) -> None:
+    def refuse_held(self, record: RequestRecord, refusal: Refusal, now: float, out: list[Effect]) -> None:
         """Refuse a held request that has waited too long, or gives way to another."""
-        record.happens(Event.GIVEN_UP)
+        record.begin_event(Event.GIVEN_UP)
         out.append(self.refuse(record, refusal, now, out))
 
     def dispatch(
         self,
-        record: Record,
+        record: RequestRecord,
         now: float,
         out: list[Effect],
         *,
-        gate: Gate | None = None,
+        gate: FlowControlGate | None = None,
         with_room: Bools | None = None,
-        expectation: Expectation | None = None,
-    ) -> Decision | Held:
+        expectation: PromptExpectation | None = None,
+    ) -> Decision | RequestHeld:
         """Pick endpoints, and count the request as running there. Raises a Refusal, with nothing counted.
 
         Held: its prompt is computed first, by another engine than the one that answers. ``gate``: of its server, if the
         request has passed one. ``with_room``: by row, whether the endpoint has room; None: all have. ``expectation``:
         of its prompt, computed if not given.
         """
-        arrival = record.arrived
+        arrival = record.pending_arrival
         request, pool = arrival.request, arrival.pool
         if pool.breaker.trips:
-            check_server(pool, now, is_drawn=record.is_drawn)
+            check_server_breaker(pool, now, is_drawn=record.is_drawn)
         constraints = constraints_of(arrival, record.attachment, with_room, wants_reasons=record.wants_reasons)
-        considered = pool.consider(
+        considered = pool.pick_endpoints(
             prompt_of(arrival, record.tokens), constraints, now=now, rng=self._rng, expectation=expectation
         )
         if considered.view.failed:
             out.extend(plugin_faults(pool.name, considered.view.failed))
-        base = changes_for(arrival, record.attachment)
+        base = body_changes(arrival, record.attachment)
         leg = None if considered.pick.prefill_row is None else _leg_of(record, considered, base)
-        prefill = None if leg is None else prefill_of(leg, record, now)
+        prefill = None if leg is None else prefill_effect(leg, record, now)
         is_beside = leg is not None and leg.protocol.is_beside
         body = changed_body(arrival, base) if leg is None else _body_beside(leg)
         plan = None
         if arrival.destination.fallbacks is not None:
             # it can do without
-            plan = with_fault(
-                out, _NO_PLAN, partial(self._fallbacks.plan, record, considered, now, base=base, body=body)
+            plan = run_with_fault(
+                out, _NO_PLAN, partial(self._fallbacks.plan_attempts, record, considered, now, base=base, body=body)
             )
         mirror = ""
         if arrival.destination.rule.mirror is not None:
-            draw = partial(self.mirrors.draw, arrival, record.attachment, considered, now)
-            mirror = with_fault(out, _NO_COPY, draw) or ""
+            draw = partial(self.mirrors.draw_copy, arrival, record.attachment, considered, now)
+            mirror = run_with_fault(out, _NO_COPY, draw) or ""
         pending = _pending(record, considered, base, constraints.whole, plan, mirror)
         # from here on the request counts, and nothing may fail
-        self.put(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
+        self.add_record(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
         # of the server that serves: the request may have moved since its limits were asked
-        estimate = None if record.limited is None else pool.input_estimates.of(arrival.caller.tenant)
+        estimate = None if record.limited is None else pool.input_estimates.of_tenant(arrival.caller.tenant)
         price = pool.price_at(record.wall_s)
         output_tokens = pool.expected_output(request.max_output_tokens, request.answers)
         found = considered.expectation
@@ -252,7 +254,7 @@ class Dispatcher:
         if is_beside or arrival.destination.is_copy:
             # the prefill engine meets one alone; a copy is never sent again
             assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])
-        run = record.run = Run(
+        run = record.run = DispatchedRequest(
             pool,
             assignment,
             pins,  # by position: see Assignment
@@ -288,22 +290,24 @@ class Dispatcher:
             attempts=None if plan is None else plan.attempts,
             reserves=NO_RESERVES if plan is None else plan.reserves,
         )
-        own: Decision | Held
+        own: Decision | RequestHeld
         if leg is None:
-            own = self.decide(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
+            own = self.make_decision(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
         elif is_beside:
             under_way = LegResult(leg.address, "beside", 0.0)
-            own = self.decide(record, run, pending, body=body, leg=under_way, is_leased=True)
-            self.beside[record.ticket] = BesideLeg(leg, now)
+            own = self.make_decision(record, run, pending, body=body, leg=under_way, is_leased=True)
+            self.beside[record.ticket] = ConcurrentPrefill(leg, now)
         else:
-            own = Held(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))
+            own = RequestHeld(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))
             self.legs[record.ticket] = leg, pending
         self._count(record, run, gate, now, out)
         if prefill is not None:
             out.append(prefill)
         return own
 
-    def _count(self, record: Record, run: Run, gate: Gate | None, now: float, out: list[Effect]) -> None:
+    def _count(
+        self, record: RequestRecord, run: DispatchedRequest, gate: FlowControlGate | None, now: float, out: list[Effect]
+    ) -> None:
         """Wherever requests are counted that are at engines."""
         if run.sent.is_fallback or run.reserves:
             self._fallbacks.on_dispatch(record.ticket, run)
@@ -312,16 +316,16 @@ class Dispatcher:
             _charge(run, gate, queued, weighted_tokens(gate.control, run.reserved, run.assignment.cached_tokens), now)
         count_dispatch(record, run)
         if record.grants:
-            self._accounts.report_soft(record.grants, out)
+            self._accounts.report_soft_budgets(record.grants, out)
         if now >= self._overdue.sweep_at_s.get(run.pool.name, SWEEP_S):
             self._overdue.sweep(run.pool, now, out)
         if self._has_peers:
-            out.append(Broadcast(started(record, run)))
+            out.append(Broadcast(request_started_event(record, run)))
 
-    def decide(
+    def make_decision(
         self,
-        record: Record,
-        run: Run,
+        record: RequestRecord,
+        run: DispatchedRequest,
         pending: PendingDecision,
         *,
         body: bytes | None,
@@ -332,11 +336,11 @@ class Dispatcher:
         """The request goes to the engine that answers. ``body``: in place of the client's, None for that. ``leg``:
         see RequestHistory. ``is_leased``, ``request_id``: see Decision.
         """
-        arrival = record.arrived
-        run.expected = expected_of_run(run, arrival.request)
+        arrival = record.pending_arrival
+        run.expected = expected_of_dispatched(run, arrival.request)
         usage = None
         if self.logs_usage and not arrival.destination.is_copy:
-            usage = usage_of_run(record, run, arrival)
+            usage = usage_of_dispatched(record, run, arrival)
         # an outcome may take hours, or never come: the prompt is not kept that long
         record.arrival, record.tokens = None, None
         return Decision(
@@ -362,7 +366,9 @@ class Dispatcher:
         )
 
 
-def _history(record: Record, arrival: Arrival, pending: PendingDecision, leg: LegResult | None) -> RequestHistory:
+def _history(
+    record: RequestRecord, arrival: Arrival, pending: PendingDecision, leg: LegResult | None
+) -> RequestHistory:
     return RequestHistory(
         explanation=pending.explanation,
         queued=record.queued,
@@ -376,7 +382,7 @@ def _history(record: Record, arrival: Arrival, pending: PendingDecision, leg: Le
     )
 
 
-def _cache_bytes(record: Record, arrival: Arrival) -> int:
+def _cache_bytes(record: RequestRecord, arrival: Arrival) -> int:
     """A request that has gone elsewhere since it was looked up has another key."""
     wanted, destination = record.to_store, arrival.destination
     if wanted is None or (wanted.server, wanted.model) != (destination.server, destination.model):
@@ -392,7 +398,7 @@ def _directive_of(arrival: Arrival) -> TranslationDirective | None:
     answer_headers = {}
     if to.is_fallback or to.fallbacks is not None:
         answer_headers[SERVED_BY] = arrival.pool.name
-        how = ("model",) * to.as_fallback.is_degraded + ("max_tokens",) * bool(shorter_answer(arrival))
+        how = ("model",) * to.as_fallback.is_degraded + ("max_tokens",) * bool(degraded_token_limits(arrival))
         if how:
             answer_headers[DEGRADED] = ", ".join(how)
     is_strict = arrival.pool.spec.translation == "Strict"
@@ -406,10 +412,15 @@ def _directive_of(arrival: Arrival) -> TranslationDirective | None:
 
 
 def _pending(
-    record: Record, considered: Consideration, base: Changes, whole: str, plan: FallbackPlan | None, mirror: str
+    record: RequestRecord,
+    considered: UncommittedPick,
+    base: BodyChanges,
+    whole: str,
+    plan: FallbackPlan | None,
+    mirror: str,
 ) -> PendingDecision:
-    """Before anything is counted. ``base``: see ``changes_for``. ``mirror``: see Decision."""
-    arrival, explanation = record.arrived, None
+    """Before anything is counted. ``base``: see ``body_changes``. ``mirror``: see Decision."""
+    arrival, explanation = record.pending_arrival, None
     if record.wants_reasons:
         explanation = explain_pick(
             considered,
@@ -425,21 +436,21 @@ def _pending(
     return PendingDecision(adds_usage, explanation, whole, mirror)
 
 
-def _leg_of(record: Record, considered: Consideration, base: Changes) -> Leg | None:
+def _leg_of(record: RequestRecord, considered: UncommittedPick, base: BodyChanges) -> RemotePrefill | None:
     """The leg that extproc makes, None if it makes none."""
-    arrival = record.arrived
+    arrival = record.pending_arrival
     protocol, row, table = arrival.pool.prefill_protocol, considered.pick.prefill_row, arrival.pool.table
     if protocol is None or row is None:
         return None
-    decode, work = table.ref(considered.pick.rows[0]), float(considered.expectation.demand.work[row])
-    return Leg(protocol, record.ticket, arrival, base, table.addresses[row], decode, work)
+    decode, work = table.endpoint_ref(considered.pick.rows[0]), float(considered.expectation.demand.work[row])
+    return RemotePrefill(protocol, record.ticket, arrival, base, table.addresses[row], decode, work)
 
 
-def _body_beside(leg: Leg) -> bytes | None:
+def _body_beside(leg: RemotePrefill) -> bytes | None:
     """For an engine that gets the request beside its leg. While another one computes the prompt first, it is not kept
     twice.
     """
-    return leg.decode_body(PrefillAnswer(), "") if leg.protocol.is_beside else None
+    return leg.decode_body(PrefillResponse(), "") if leg.protocol.is_beside else None
 
 
 def plugin_faults(server: str, failed: Sequence[PluginFailed]) -> list[Effect]:
@@ -470,7 +481,7 @@ def prompt_of(arrival: Arrival, tokens: Sequence[int] | None) -> Prompt:
 
 
 def constraints_of(
-    arrival: Arrival, attachment: Attachment, with_room: Bools | None = None, *, wants_reasons: bool = False
+    arrival: Arrival, attachment: GatewayProperties, with_room: Bools | None = None, *, wants_reasons: bool = False
 ) -> PickConstraints:
     """Which endpoints the request may go to; ``with_room``: by row, whether there is room for it, None: all have."""
     return PickConstraints(
@@ -482,11 +493,13 @@ def constraints_of(
         is_trusted=arrival.head.is_trusted,
         tenant=arrival.tenant,
         priority=arrival.priority,
-        whole="" if arrival.pool.prefill_protocol is None else why_served_whole(arrival, arrival.pool.prefill_protocol),
+        whole=""
+        if arrival.pool.prefill_protocol is None
+        else why_not_disaggregated(arrival, arrival.pool.prefill_protocol),
     )
 
 
-def usage_of_run(record: Record, run: Run, arrival: Arrival) -> UsageContext:
+def usage_of_dispatched(record: RequestRecord, run: DispatchedRequest, arrival: Arrival) -> UsageContext:
     """For the usage log."""
     return usage_of_decision(
         arrival,
@@ -496,15 +509,15 @@ def usage_of_run(record: Record, run: Run, arrival: Arrival) -> UsageContext:
         price=run.price,
         objectives=run.objectives,
         reserves=run.reserves,
-        is_short=bool(shorter_answer(arrival)),
+        is_short=bool(degraded_token_limits(arrival)),
     )
 
 
-def expected_of_run(run: Run, request: InferenceRequest) -> Expected:
+def expected_of_dispatched(run: DispatchedRequest, request: InferenceRequest) -> ExpectedTokens:
     """What its limits have reserved, or what is expected of it without limits."""
     pool, reserved = run.pool, run.reserved if run.limited is None else run.limited
     row = pool.table.row_of(run.assignment.endpoint.address)
-    return Expected(
+    return ExpectedTokens(
         # a body that is not read has none, as far as we know
         input_tokens=round(reserved.input_tokens) if not request.is_unread else 0,
         output_tokens=round(reserved.output_tokens),
@@ -518,16 +531,18 @@ def expected_of_run(run: Run, request: InferenceRequest) -> Expected:
     )
 
 
-def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, now: float) -> Record | None:
+def count_remote_request(
+    event: RequestStarted, origin: str, pool: Pool, gate: FlowControlGate | None, now: float
+) -> RequestRecord | None:
     """Count a request dispatched by the process ``origin``; None if its endpoint is not configured here."""
-    counted = pool.record_remote(event.assignment, event.sent.chain, now)
+    counted = pool.count_remote_request(event.assignment, event.sent.chain, now)
     if counted is None:
         return None
     assignment, pins = counted
-    run = Run(pool, assignment, pins, event.sent, now)
-    record = Record(event.ticket, origin=origin, run=run)
-    record.happens(Event.STARTED_ELSEWHERE)
-    record.become(State.RUNNING, now)
+    run = DispatchedRequest(pool, assignment, pins, event.sent, now)
+    record = RequestRecord(event.ticket, origin=origin, run=run)
+    record.begin_event(Event.STARTED_ELSEWHERE)
+    record.set_state(State.RUNNING, now)
     if gate is not None and event.flow is not None:
         # the flow has had this service, whichever process the request came to
         record.queued = QueuedRequest(event.ticket, event.flow, now, now, priority=event.priority)
@@ -536,31 +551,31 @@ def repeat(event: RequestStarted, origin: str, pool: Pool, gate: Gate | None, no
     return record
 
 
-def _checks_refusal(attachment: Attachment, pool: Pool, assignment: Assignment, now: float) -> bool | None:
+def _checks_refusal(attachment: GatewayProperties, pool: Pool, assignment: Assignment, now: float) -> bool | None:
     """See SentRequest."""
     if not attachment.is_bundle or len(assignment.addresses) == 1 or not pool.spec.traffic_policy.retry.attempts:
         return None
     return now < pool.table.healths[assignment.endpoint.row].checks_refusals_until_s
 
 
-def started(record: Record, run: Run) -> RequestStarted:
+def request_started_event(record: RequestRecord, run: DispatchedRequest) -> RequestStarted:
     """The event by which the other processes count the request."""
     queued = record.queued if run.gate is not None else None
     flow, priority = (None, 0) if queued is None else (queued.flow, queued.priority)
     return RequestStarted(record.ticket, run.pool.name, run.assignment, run.sent, flow, priority, run.charged)
 
 
-def _end_wait(record: Record) -> None:
+def _end_wait(record: RequestRecord) -> None:
     if record.meter is not None:
         record.meter.server.end_wait(record.ticket)
 
 
-def _charge(run: Run, gate: Gate, queued: QueuedRequest, service: float, now: float) -> None:
+def _charge(run: DispatchedRequest, gate: FlowControlGate, queued: QueuedRequest, service: float, now: float) -> None:
     run.gate, run.charged = gate, service
     gate.on_dispatch(queued, service, now)
 
 
-def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
+def asks_for_usage(arrival: Arrival, attachment: GatewayProperties) -> bool:
     """Whether extproc requests the usage of a streamed answer because its client does not.
 
     A client that declines usage gets none. Only our own bundle removes the chunk from the answer; for other gateways,
@@ -573,7 +588,7 @@ def asks_for_usage(arrival: Arrival, attachment: Attachment) -> bool:
     return hides_usage or not request.declines_usage
 
 
-def changes_for(arrival: Arrival, attachment: Attachment) -> Changes:
+def body_changes(arrival: Arrival, attachment: GatewayProperties) -> BodyChanges:
     """What an engine must read otherwise than the client wrote it: the engines' model name, usage if it is to be asked
     for (see ``asks_for_usage``), the gateway's cache salt, the limit of a fallback's answers, and none of the fields
     that clients may not set.
@@ -586,14 +601,14 @@ def changes_for(arrival: Arrival, attachment: Attachment) -> Changes:
         changes["cache_salt"] = arrival.cache_salt
     if arrival.destination.model != request.model:
         changes["model"] = arrival.destination.model
-    changes.update(shorter_answer(arrival))
+    changes.update(degraded_token_limits(arrival))
     if asks_for_usage(arrival, attachment):
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
     allowed = arrival.pool.spec.allowed_fields
-    return Changes(changes, tuple([name for name in request.internal_fields if name not in allowed]))
+    return BodyChanges(changes, tuple([name for name in request.internal_fields if name not in allowed]))
 
 
-def shorter_answer(arrival: Arrival) -> dict[str, int]:
+def degraded_token_limits(arrival: Arrival) -> dict[str, int]:
     """The fields that limit the answer to what its fallback gives; none if the client asks for no more."""
     most, request = arrival.destination.as_fallback.max_output_tokens, arrival.request
     if most is None or request.api is None or request.api.spec.body != "json":
@@ -602,10 +617,10 @@ def shorter_answer(arrival: Arrival) -> dict[str, int]:
         return {}
     if request.max_output_tokens is not None and request.max_output_tokens <= most:
         return {}
-    return limits_above(request.api, fields_of(arrival.body, request.contents), most)
+    return lowered_token_limits(request.api, fields_of(arrival.body, request.contents), most)
 
 
-def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:
+def changed_body(arrival: Arrival, changes: BodyChanges) -> bytes | None:
     """The body as its engine is to read it; None if the client's own will do.
 
     An engine must read what was read here: names that are repeated or escaped come out once and plain.
@@ -613,7 +628,7 @@ def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:
     request, fields, dropped = arrival.request, changes.fields, changes.without
     if request.call is not None:
         model = arrival.destination.model
-        return None if model == request.model else with_name(arrival.body, request.call, model)
+        return None if model == request.model else with_model_name(arrival.body, request.call, model)
     if request.api is None or request.path is not None:
         return None
     if request.api.spec.body == "form":
@@ -621,12 +636,12 @@ def changed_body(arrival: Arrival, changes: Changes) -> bytes | None:
             return None
         form = read_form(arrival.body, arrival.head.headers.get("content-type", ""))
         return with_fields(form, {name: str(value) for name, value in fields.items()}, without=dropped)
-    if not fields and not dropped and is_plain(arrival.body, request.contents):
+    if not fields and not dropped and has_plain_names(arrival.body, request.contents):
         return arrival.body if arrival.is_changed else None
     return with_changes(arrival.body, fields, request.contents, without=dropped)
 
 
-def response_model(arrival: Arrival, attachment: Attachment, reserves: Mapping[str, Reserve]) -> str:
+def response_model(arrival: Arrival, attachment: GatewayProperties, reserves: Mapping[str, FallbackReserve]) -> str:
     """What answers have as the model's name, as JSON text; empty: what engines write.
 
     That is the name that the client asked for, where an engine that may answer has another one. Only our own bundle

@@ -11,13 +11,13 @@ import msgspec
 from extproc.admission.flows import QueuedRequest
 from extproc.admission.guards import Guard
 from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
-from extproc.admission.objectives import ObjectiveClass
-from extproc.api.usage import UsageContext, UsageLine
+from extproc.admission.slo_classes import ObjectiveClass
+from extproc.api.usage_log import UsageContext, UsageLine
 from extproc.core.explanation import Explanation
 from extproc.core.guards import VERDICTS
-from extproc.core.objectives import Times, Verdict
-from extproc.core.peers import PeerEvent
-from extproc.core.record import NO_WAITS, AdapterLoadResult, Arrival, Attempts, Forecast, LegResult, Outcome
+from extproc.core.peer_events import PeerEvent
+from extproc.core.request_record import NO_WAITS, AdapterLoadResult, Arrival, Attempts, Forecast, LegResult, Outcome
+from extproc.core.slo_verdicts import AnswerLatencies, SloVerdict
 from extproc.core.states import State
 from extproc.endpoints.breaker import Breaker
 from extproc.endpoints.health import EngineFailure
@@ -94,15 +94,15 @@ class Decision(msgspec.Struct, frozen=True):
     cache_bytes: int = 0
 
     @property
-    def prefilled_by(self) -> str:
+    def prefill_address(self) -> str:
         """The address of the engine that computes the prompt, if it is another one; else empty."""
         leg = self.history.leg
         if leg is not None:
             return leg.address if leg.outcome in {"prefilled", "beside"} else ""
-        return self.prefiller
+        return self.sidecar_prefill_address
 
     @property
-    def prefiller(self) -> str:
+    def sidecar_prefill_address(self) -> str:
         """The address of the engine that a sidecar is to ask for the prefill; empty: none."""
         prefill = self.assignment.prefill
         return "" if prefill is None or self.history.leg is not None else prefill.address
@@ -138,7 +138,7 @@ class AskGuard(msgspec.Struct, frozen=True):
     guard: Guard
 
 
-class GuardAsked(msgspec.Struct, frozen=True):
+class GuardAnswered(msgspec.Struct, frozen=True):
     """A guard has answered, or has not. ``result``: an answer (allowed, refused, changed), or why there is none.
     ``took_s``: of its call. ``goes_on``: the request does. ``detail``: for the log, of a failure or a refusal.
     """
@@ -164,7 +164,7 @@ class CacheLookup(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class AnswerRead(msgspec.Struct, frozen=True):
+class AnswerReadForCache(msgspec.Struct, frozen=True):
     """The answer to a request that the response cache had not found has come. ``route``: empty if unknown.
     ``outdated``: the engines have changed meanwhile.
     """
@@ -181,7 +181,7 @@ class AskTokens(msgspec.Struct, frozen=True):
     arrival: Arrival
 
 
-class Held(msgspec.Struct, frozen=True):
+class RequestHeld(msgspec.Struct, frozen=True):
     """The request waits in ``state``, and then maybe for more; a Decision or Refused with its ticket comes after
     ``longest_s`` at most.
     """
@@ -277,7 +277,7 @@ class LogUsage(msgspec.Struct, frozen=True):
     line: UsageLine
 
 
-class LoadEnded(msgspec.Struct, frozen=True):
+class AdapterLoadEnded(msgspec.Struct, frozen=True):
     """A load has ended, well or not."""
 
     result: AdapterLoadResult
@@ -344,7 +344,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     currency: str = ""
     model: str = ""
     waited_s: float = 0.0
-    times: Times | None = None
+    times: AnswerLatencies | None = None
     objectives: ObjectiveClass | None = None
     leg: LegResult | None = None
     prefilled_by: str = ""
@@ -356,7 +356,7 @@ class RequestJudged(msgspec.Struct, frozen=True):
     """A request of this process is over. ``verdicts``: one for each objective of its class that it is held to."""
 
     objectives: ObjectiveClass
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[SloVerdict, ...]
 
 
 class RequestUnmeetable(msgspec.Struct, frozen=True):
@@ -418,7 +418,7 @@ class WakeAt(msgspec.Struct, frozen=True):
 
 
 # What a request may have to wait for after ``arrive`` or ``resume``; held ones end with a Decision or Refused.
-Pending = AskLimits | AskGuard | AskTokens | Held
+Pending = AskLimits | AskGuard | AskTokens | RequestHeld
 # The effect on the request itself of each of its steps: its answer, or what it waits for.
 RequestEffect = Decision | RequestRefused | Pending
 # What is done outside of the core for requests that wait or waited; ``on_result`` gets a WorkResult, if there is one.
@@ -428,16 +428,16 @@ Effect = (
     | RequestRefused
     | AskLimits
     | AskGuard
-    | GuardAsked
+    | GuardAnswered
     | CacheLookup
-    | AnswerRead
+    | AnswerReadForCache
     | AskTokens
     | EngineNeeded
     | EngineStarted
     | Work
-    | LoadEnded
+    | AdapterLoadEnded
     | PrefillEnded
-    | Held
+    | RequestHeld
     | ClientLeft
     | SettleGrant
     | Overdraft
@@ -454,7 +454,7 @@ Effect = (
 )
 
 
-def with_fault(out: list[Effect], what: str, step: Callable[[], _Result]) -> _Result | None:
+def run_with_fault(out: list[Effect], what: str, step: Callable[[], _Result]) -> _Result | None:
     """The result of ``step``; None, with a Fault in ``out``, if it fails, and the request goes on without."""
     try:
         return step()

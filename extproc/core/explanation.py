@@ -11,22 +11,22 @@ import msgspec
 import numpy as np
 
 from extproc.admission.refusals import amount_text
-from extproc.api.budgets import title
+from extproc.api.budgets import budget_title
 from extproc.api.quantities import money_text
-from extproc.core.record import FallbackState
+from extproc.core.request_record import FallbackState
 from extproc.endpoints.health import NO_ANSWER, silent_after_s
-from extproc.protocol import ANONYMOUS, REQUEST_ID, TENANT
-from extproc.routing.tiers import by_cost
-from extproc.scheduling.adapter_placement import loaders, place_adapter, rows_in
+from extproc.routing.cost_tiers import cost_order
+from extproc.scheduling.adapter_placement import place_adapter, rows_of_mask, rows_that_can_load
+from extproc.wire_protocol import ANONYMOUS, REQUEST_ID, TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from extproc.admission.limits import Charge
-    from extproc.core.record import Arrival, Forecast, Placement
+    from extproc.core.request_record import Arrival, Forecast, TierPlacement
     from extproc.core.trace import Trace
     from extproc.scheduling.picker import Reasons
-    from extproc.scheduling.pool import Consideration, Pool
+    from extproc.scheduling.pool import Pool, UncommittedPick
 
 
 _TAKEN: Final[Mapping[str, str]] = MappingProxyType(
@@ -164,10 +164,10 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def explain_pick(
-    considered: Consideration,
+    considered: UncommittedPick,
     arrival: Arrival,
     trace: Trace | None = None,
-    placement: Placement | None = None,
+    placement: TierPlacement | None = None,
     forecast: Forecast | None = None,
     *,
     guarded: str = "",
@@ -203,19 +203,19 @@ def explain_pick(
         guard=guarded,
         forecast=None if forecast is None else forecast_state(forecast),
         fallbacks=fallbacks,
-        split=split_of(arrival),
-        sets=sets_of(arrival),
+        split=sticky_split_of(arrival),
+        sets=overridden_fields(arrival),
         rule=arrival.destination.rule.title,
     )
 
 
-def sets_of(arrival: Arrival) -> tuple[str, ...]:
+def overridden_fields(arrival: Arrival) -> tuple[str, ...]:
     """See ``Explanation.sets``."""
     overrides = arrival.destination.overrides
     return () if overrides is None else overrides.names
 
 
-def split_of(arrival: Arrival) -> str:
+def sticky_split_of(arrival: Arrival) -> str:
     """See ``Explanation.split``."""
     targets = None if arrival.candidates is None else arrival.candidates.targets
     if targets is None or targets.sticky is None:
@@ -250,12 +250,12 @@ def _forecast_line(one: ForecastState) -> str:
     return f"  the class {one.name} of {one.route}: TTFT {ttft} is predicted, {due}; {one.why}"
 
 
-def tier_states(placement: Placement | None) -> tuple[TierState, ...]:
+def tier_states(placement: TierPlacement | None) -> tuple[TierState, ...]:
     """None of a request whose rule has no tiers."""
     if placement is None:
         return ()
     candidates, choice, found = placement.candidates, placement.choice, list[TierState]()
-    order = by_cost(candidates)
+    order = cost_order(candidates)
     for position in order:
         one, holds = candidates[position], choice.misses[position] <= 1
         if position == choice.taken:
@@ -337,12 +337,12 @@ def budget_states(charges: Iterable[Charge], level_of: Callable[[Charge], float]
 def _budget_line(one: BudgetState) -> str:
     left = "is shared with other machines" if one.left is None else f"has {one.left} of {one.most} left"
     name = one.budget.rpartition("/")[2]
-    shown = title(name, "the API key itself")
+    shown = budget_title(name, "the API key itself")
     what = f"budget {one.budget} of the {one.holder}" if shown == name else shown
     return f"  the {what} {left}; this request reserves {one.reserves}"
 
 
-def avoided_now(pool: Pool, now: float) -> dict[str, str]:
+def avoided_endpoints(pool: Pool, now: float) -> dict[str, str]:
     """Endpoints that are avoided, by address: why, and when they are tried."""
     table = pool.table
     return {table.addresses[row]: why for row in table.active_rows if (why := why_avoided(pool, row, now))}
@@ -360,7 +360,7 @@ def why_avoided(pool: Pool, row: int, now: float) -> str:
     return f"{'; '.join(reasons)}; its breaker is {breaker.state(now).text}, and it is {again}"
 
 
-def silent_now(pool: Pool, now: float) -> tuple[str, ...]:
+def silent_endpoints(pool: Pool, now: float) -> tuple[str, ...]:
     """Endpoints without a recent report, if any endpoint of the pool has ever had one."""
     table = pool.table
     reported = {row: table.has_reported(row) for row in table.active_rows}
@@ -370,7 +370,7 @@ def silent_now(pool: Pool, now: float) -> tuple[str, ...]:
     return tuple(table.addresses[row] for row, has in reported.items() if not has or table.reported_at_s[row] < late)
 
 
-def where_adapter_goes(
+def adapter_location(
     pool: Pool, adapter: str | None, subset: Collection[str] | None, now: float
 ) -> tuple[str, int | None]:
     """Where an adapter on demand is, or would be loaded, in words; and the row that would load it, None: it is
@@ -379,11 +379,11 @@ def where_adapter_goes(
     slots, table = pool.slots, pool.table
     if slots is None or adapter is None or adapter not in slots.sources:
         return "", None
-    rows = loaders(table, pool.eligible(None, subset), now)
-    holders = [table.addresses[row] for row in rows_in(slots.has(adapter) & rows)]
+    rows = rows_that_can_load(table, pool.eligible(None, subset), now)
+    holders = [table.addresses[row] for row in rows_of_mask(slots.rows_with(adapter) & rows)]
     if holders:
         return f"'{adapter}' is loaded on {', '.join(holders)}", None
-    found = place_adapter(slots, table, adapter, rows_in(rows), now=now, shortest_stay_s=0.0)
+    found = place_adapter(slots, table, adapter, rows_of_mask(rows), now=now, shortest_stay_s=0.0)
     if found is None:
         return f"'{adapter}' is on no engine, and no engine has room for it now", None
     where = f"'{adapter}' is on no engine; {table.addresses[found.row]} would load it"

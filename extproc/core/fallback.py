@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.fallback import REFUSALS, attempts_name
+from extproc.api.fallback import REFUSALS, attempts_route_name
 from extproc.core import breakers
 from extproc.core.dispatch import (
     asks_for_usage,
+    body_changes,
     changed_body,
-    changes_for,
     constraints_of,
+    degraded_token_limits,
     prompt_of,
-    shorter_answer,
 )
-from extproc.core.record import Attempts, FallbackPlan, FallbackState, Reserve, SentRequest
+from extproc.core.request_record import Attempts, FallbackPlan, FallbackReserve, FallbackState, SentRequest
 from extproc.errors import Refusal
-from extproc.request.prefill import truncates
-from extproc.request.rewrite import spans_of_fields
+from extproc.request.json_rewrite import spans_of_fields
+from extproc.request.prefill_protocols import truncates_prompt
 from extproc.scheduling.pool import Assignment
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from extproc.core.fallback_budget import FallbackBudgets
-    from extproc.core.record import Arrival, Attachment, FallbackReason, Record, Run
     from extproc.core.request_builder import RequestBuilder
-    from extproc.request.prefill import Changes
-    from extproc.request.rewrite import Span
-    from extproc.routing.resolve import Destination, Fallbacks
-    from extproc.scheduling.pool import Consideration, Pool
+    from extproc.core.request_record import Arrival, DispatchedRequest, FallbackReason, GatewayProperties, RequestRecord
+    from extproc.request.json_rewrite import Span
+    from extproc.request.prefill_protocols import BodyChanges
+    from extproc.routing.routing_table import Destination, Fallbacks
+    from extproc.scheduling.pool import Pool, UncommittedPick
 
 
 _CONTEXT: Final = "context-window"
@@ -73,15 +73,15 @@ class FallbackPlanner:
     def apply(self, builder: RequestBuilder) -> None:
         """Follow the configuration."""
         self._builder = builder
-        self._budgets.keep(builder.pools)
+        self._budgets.retain_only(builder.pools)
 
-    def on_dispatch(self, ticket: str, run: Run) -> None:
+    def on_dispatch(self, ticket: str, run: DispatchedRequest) -> None:
         """The request is sent to an engine."""
         self._budgets.on_dispatch(ticket, run)
 
-    def instead(
+    def choose_fallback(
         self,
-        record: Record,
+        record: RequestRecord,
         why: FallbackReason,
         now: float,
         *,
@@ -93,7 +93,7 @@ class FallbackPlanner:
         ``why``: it goes for this alone. ``is_drawn``: the breaker of its ModelServer lets it through beside the probe.
         ``suits``: those that are true can have it.
         """
-        arrival = record.arrived
+        arrival = record.pending_arrival
         fallbacks, pool, waited_s = arrival.destination.fallbacks, arrival.pool, now - record.arrived_at_s
         if fallbacks is None or not record.attachment.is_bundle or arrival.adapter is not None:
             return None
@@ -107,43 +107,43 @@ class FallbackPlanner:
             if not self._is_for(one, why, waited_s, now):
                 continue
             try:
-                other = self._builder.at(arrival, one)
+                other = self._builder.move_to_fallback(arrival, one)
             except Refusal:
                 continue
-            is_let_in = breakers.may_probe(other.pool, now) or breakers.is_drawn(other.pool, now, self._rng)
+            is_let_in = breakers.may_probe(other.pool, now) or breakers.draw_pass(other.pool, now, self._rng)
             if is_let_in and not self._why_not(pool, other, fallbacks, now) and (suits is None or suits(other)):
                 return other
         return None
 
-    def plan(
+    def plan_attempts(
         self,
-        record: Record,
-        considered: Consideration,
+        record: RequestRecord,
+        considered: UncommittedPick,
         now: float,
         *,
-        base: Changes | None = None,
+        base: BodyChanges | None = None,
         body: bytes | None = None,
     ) -> FallbackPlan | None:
         """All attempts of a request that is about to be sent; None if its rule has no fallbacks. ``base``, ``body``:
         for its own ModelServer, made if not given.
         """
-        arrival = record.arrived
+        arrival = record.pending_arrival
         fallbacks = arrival.destination.fallbacks
         if fallbacks is None or not record.attachment.is_bundle:
             return None
         if base is None:
-            base = changes_for(arrival, record.attachment)
+            base = body_changes(arrival, record.attachment)
             body = changed_body(arrival, base)
         own, retries = arrival.pool, arrival.pool.spec.traffic_policy.retry.attempts
         addresses = [own.table.addresses[row] for row in considered.pick.rows[: 1 + retries]]
-        servers, reserves, states = [own.name] * len(addresses), dict[str, Reserve](), list[FallbackState]()
+        servers, reserves, states = [own.name] * len(addresses), dict[str, FallbackReserve](), list[FallbackState]()
         why = _why_alone(arrival, considered)
         if record.fell_back_for:
             states.append(FallbackState(own.name, addresses[0], _TAKEN[record.fell_back_for]))
         edited = _EditedBody(arrival, arrival.body if body is None else body)
         for one in self._in_order(fallbacks.chain, now):
             found = why or self._reserve(record, one, fallbacks, base, now)
-            if isinstance(found, Reserve) and not edited.may_go_to(found):
+            if isinstance(found, FallbackReserve) and not edited.may_go_to(found):
                 found = "the model's name has no place in its body"
             if isinstance(found, str):
                 states.append(FallbackState(one.server, "", found))
@@ -163,7 +163,7 @@ class FallbackPlanner:
             degraded=tuple(degraded),
             splice=edited.splice,
             salt=_salt_in(body, [own, *(one.pool for one in reserves.values())]),
-            policy=attempts_name(own.spec.traffic_policy, fallbacks.fallback, fallbacks.retry),
+            policy=attempts_route_name(own.spec.traffic_policy, fallbacks.fallback, fallbacks.retry),
             refusals=_takers(fallbacks, reserves),
             clamps=tuple(edited.clamps.items()),
         )
@@ -192,19 +192,19 @@ class FallbackPlanner:
         return sorted(chain, key=lambda one: self._is_full(one, now))
 
     def _reserve(
-        self, record: Record, to: Destination, fallbacks: Fallbacks, base: Changes, now: float
-    ) -> Reserve | str:
+        self, record: RequestRecord, to: Destination, fallbacks: Fallbacks, base: BodyChanges, now: float
+    ) -> FallbackReserve | str:
         """What is known of the request at a fallback, or why that is not possible."""
-        arrival, attachment = record.arrived, record.attachment
+        arrival, attachment = record.pending_arrival, record.attachment
         try:
-            other = self._builder.at(arrival, to)
+            other = self._builder.move_to_fallback(arrival, to)
             why = self._why_not(arrival.pool, other, fallbacks, now) or _why_differing(base, other, attachment)
             if why:
                 return why
             if other.engine_api is not None:
                 # all attempts have one body
                 return "it has other APIs, and an attempt after another is not translated"
-            found = other.pool.consider(
+            found = other.pool.pick_endpoints(
                 prompt_of(other, None), constraints_of(other, attachment), now=now, rng=self._rng
             )
         except Refusal as refusal:
@@ -236,12 +236,12 @@ class _EditedBody:
 
     def __init__(self, arrival: Arrival, body: bytes) -> None:
         self._own, self._body = arrival, body
-        self._is_short = bool(shorter_answer(arrival))
+        self._is_short = bool(degraded_token_limits(arrival))
         self._spans: dict[str, Span] = {}
         self.splice = ""
         self.clamps = {arrival.pool.name: ""} if self._is_short else {}
 
-    def may_go_to(self, there: Reserve) -> bool:
+    def may_go_to(self, there: FallbackReserve) -> bool:
         """Whether what must differ there has a place in the body."""
         if there.model == self._own.destination.model and not there.limits:
             return True
@@ -252,7 +252,7 @@ class _EditedBody:
         self._spans = self._spans or spans_of_fields(self._body, ("model", *limits))
         return "model" in self._spans
 
-    def going_to(self, server: str, there: Reserve) -> Reserve:
+    def going_to(self, server: str, there: FallbackReserve) -> FallbackReserve:
         """``there``, with its answers marked if they are limited."""
         if there.model != self._own.destination.model:
             self.splice = _place(self._spans["model"])
@@ -278,13 +278,13 @@ def _takes_long(fallback: Destination) -> bool:
 
 def _is_too_long(arrival: Arrival) -> bool:
     """Whether no engine of its ModelServer takes the prompt, by what they list. An estimate must be far beyond that."""
-    most, request = arrival.pool.context_tokens(), arrival.request
+    most, request = arrival.pool.max_prompt_tokens(), arrival.request
     if not most or request.prompts.count != 1 or request.is_unread:
         return False
     tokens = float(request.prompts.token_ids)
     if not tokens:
         tokens = request.text_bytes / arrival.pool.caches.bytes_per_token / _CERTAIN
-    return tokens > most and not truncates(arrival.body, request.contents)
+    return tokens > most and not truncates_prompt(arrival.body, request.contents)
 
 
 def _takers(fallbacks: Fallbacks, reserves: Collection[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -299,7 +299,7 @@ def _takers(fallbacks: Fallbacks, reserves: Collection[str]) -> tuple[tuple[str,
     return tuple(found)
 
 
-def _why_alone(arrival: Arrival, considered: Consideration) -> str:
+def _why_alone(arrival: Arrival, considered: UncommittedPick) -> str:
     """Why the request can go to no fallback at all; empty: it can."""
     if arrival.engine_api is not None:
         return "the request is translated for its own ModelServer"
@@ -310,9 +310,9 @@ def _why_alone(arrival: Arrival, considered: Consideration) -> str:
     return "its API is not known" if arrival.request.api is None else ""
 
 
-def _why_differing(base: Changes, arrival: Arrival, attachment: Attachment) -> str:
+def _why_differing(base: BodyChanges, arrival: Arrival, attachment: GatewayProperties) -> str:
     """Which fields an engine must read otherwise than as ``base`` has them, beside the model's name; empty: none."""
-    other = changes_for(arrival, attachment)
+    other = body_changes(arrival, attachment)
     fields, others = base.fields, other.fields
     limits = () if arrival.request.api is None else arrival.request.api.spec.limits
     # a provider gets no salt, whatever the body has
@@ -343,12 +343,12 @@ def _salt_in(body: bytes | None, pools: Iterable[Pool]) -> str:
     return _place((start, end + (body[end : end + 1] == b",")))
 
 
-def _reserve_at(arrival: Arrival, considered: Consideration, record: Record) -> Reserve:
+def _reserve_at(arrival: Arrival, considered: UncommittedPick, record: RequestRecord) -> FallbackReserve:
     pool, request, expectation, pick = arrival.pool, arrival.request, considered.expectation, considered.pick
     row = pick.rows[0]
     rows = pick.rows[: 1 + pool.spec.traffic_policy.retry.attempts]
     assignment = Assignment(
-        pool.table.ref(row),
+        pool.table.endpoint_ref(row),
         tuple([pool.table.addresses[one] for one in rows]),
         input_tokens=expectation.input_tokens,
         cached_tokens=float(expectation.demand.cached_tokens[row]),
@@ -369,12 +369,12 @@ def _reserve_at(arrival: Arrival, considered: Consideration, record: Record) -> 
         is_fallback=True,
     )
     price = pool.price_at(record.wall_s)
-    return Reserve(
+    return FallbackReserve(
         pool,
         assignment,
         sent,
         arrival.destination.model,
         price,
         is_degraded=arrival.destination.as_fallback.is_degraded,
-        limits=shorter_answer(arrival),
+        limits=degraded_token_limits(arrival),
     )

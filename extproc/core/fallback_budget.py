@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from extproc.core.record import Outcome, Run
-    from extproc.routing.resolve import Fallbacks
+    from extproc.core.request_record import DispatchedRequest, Outcome
+    from extproc.routing.routing_table import Fallbacks
     from extproc.scheduling.pool import Pool
 
 # A refused client tries again within that time, if it does.
@@ -46,11 +46,11 @@ class FallbackBudgets:
     def __init__(self) -> None:
         self._servers: dict[str, FallbackBudget] = {}
 
-    def keep(self, servers: Collection[str]) -> None:
+    def retain_only(self, servers: Collection[str]) -> None:
         """Forget others that have no requests."""
         self._servers = {name: one for name, one in self._servers.items() if name in servers or one.has_requests}
 
-    def on_dispatch(self, ticket: str, run: Run) -> None:
+    def on_dispatch(self, ticket: str, run: DispatchedRequest) -> None:
         """The request is sent to an engine."""
         if run.sent.is_fallback:
             self._of(run.pool.name).sent[run.sent.tenant] += 1
@@ -59,7 +59,7 @@ class FallbackBudgets:
         for server in run.reserves:
             self._of(server).places.setdefault(_place_of(run), {})[ticket] = run
 
-    def on_stream_closed(self, ticket: str, run: Run) -> None:
+    def on_stream_closed(self, ticket: str, run: DispatchedRequest) -> None:
         """Its stream is closed."""
         if run.sent.is_fallback:
             _less(self._of(run.pool.name).sent, run.sent.tenant)
@@ -72,7 +72,7 @@ class FallbackBudgets:
             if not runs:
                 places.pop(place, None)
 
-    def learn(self, run: Run, outcome: Outcome) -> None:
+    def learn(self, run: DispatchedRequest, outcome: Outcome) -> None:
         """The outcome of a request is known."""
         for server in run.sent.next_servers:
             self._of(server).learn(run.sent.tenant, _time_there(outcome) if outcome.served_by == server else 0.0)
@@ -80,7 +80,7 @@ class FallbackBudgets:
     def has_headroom(self, pool: Pool, fallbacks: Fallbacks, tenant: str, now: float) -> bool:
         """Whether the ModelServer may have one more request of the rule that has these ``fallbacks``."""
         in_flight = float(pool.table.in_flight[pool.table.is_active].sum())
-        return self._of(pool.name).lets_in(tenant, fallbacks.budget(in_flight), now)
+        return self._of(pool.name).may_admit(tenant, fallbacks.budget(in_flight), now)
 
     def _of(self, server: str) -> FallbackBudget:
         return self._servers.setdefault(server, FallbackBudget())
@@ -95,7 +95,7 @@ class FallbackBudget:
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         self.listed: Counter[str] = Counter()
-        self.places: dict[tuple[Pool, int], dict[str, Run]] = {}
+        self.places: dict[tuple[Pool, int], dict[str, DispatchedRequest]] = {}
         # by tenant, see the module
         self._means: OrderedDict[str, float] = OrderedDict()
         # the last two tenants that were refused, and when
@@ -115,7 +115,7 @@ class FallbackBudget:
             if len(self._means) > MOST_TENANTS:
                 self._means.popitem(last=False)
 
-    def lets_in(self, tenant: str, budget: float, now: float) -> bool:
+    def may_admit(self, tenant: str, budget: float, now: float) -> bool:
         """Whether ``tenant`` may have one more."""
         passed = self._passed_on()
         is_in = self.sent.total() + passed.total() < budget and (
@@ -156,11 +156,11 @@ def _less(counts: Counter[str], tenant: str) -> None:
         del counts[tenant]
 
 
-def _place_of(run: Run) -> tuple[Pool, int]:
+def _place_of(run: DispatchedRequest) -> tuple[Pool, int]:
     return run.pool, run.assignment.endpoint.row
 
 
-def _was_passed_on(run: Run) -> bool:
+def _was_passed_on(run: DispatchedRequest) -> bool:
     """Whether its endpoint, which fails, has answered nothing since."""
     table, endpoint = run.pool.table, run.assignment.endpoint
     return table.is_current(endpoint) and run.sent_at_s > table.healths[endpoint.row].served_at_s

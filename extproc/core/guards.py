@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
-from extproc.core.payloads import Event, attributes_of
-from extproc.core.record import Arrival
+from extproc.core.payload_log import CloudEvent, event_attributes
+from extproc.core.request_record import Arrival
 from extproc.errors import GuardRefused, GuardUnavailable, Refusal
-from extproc.protocol import ANONYMOUS
-from extproc.request.rewrite import is_plain, with_changes
+from extproc.request.json_rewrite import has_plain_names, with_changes
+from extproc.wire_protocol import ANONYMOUS
 
 if TYPE_CHECKING:
     from extproc.admission.guards import Guard
@@ -61,12 +61,12 @@ class GuardFailed(msgspec.Struct, frozen=True):
     took_s: float = 0.0
 
     @classmethod
-    def internal(cls, error: Exception) -> GuardFailed:
+    def of_internal_error(cls, error: Exception) -> GuardFailed:
         """Nobody has foreseen ``error``, which is logged apart."""
         return cls("internal", f"an error of extproc: {type(error).__name__}")
 
 
-class Passed(msgspec.Struct, frozen=True):
+class GuardPassed(msgspec.Struct, frozen=True):
     """The request goes on as ``arrival``. ``result``: in metrics. ``text``: for people. ``detail``: of a failure, for
     the log.
     """
@@ -78,7 +78,7 @@ class Passed(msgspec.Struct, frozen=True):
 
 
 class GuardStopped(Exception):
-    """The request does not go on. The fields are those of ``Passed``."""
+    """The request does not go on. The fields are those of ``GuardPassed``."""
 
     def __init__(self, refusal: Refusal, result: Verdict | Failure, detail: str = "") -> None:
         super().__init__(refusal.message)
@@ -104,7 +104,7 @@ class _Answer(msgspec.Struct, frozen=True):
 _answers: Final = msgspec.json.Decoder(_Answer)
 
 
-def event_of(arrival: Arrival, ticket: str, source: str) -> Event:
+def guard_event(arrival: Arrival, ticket: str, source: str) -> CloudEvent:
     """What a guard gets. The body is as its engine will read it, so that no repeated or escaped name hides anything; of
     a form, and where the path names the model, there is none.
     """
@@ -114,18 +114,18 @@ def event_of(arrival: Arrival, ticket: str, source: str) -> Event:
         "id": ticket,
         "source": source,
         "type": EVENT,
-        **attributes_of(arrival, ticket),
+        **event_attributes(arrival, ticket),
         "api": "" if request.api is None else request.api.name.lower(),
         "bytes": len(arrival.body),
     }
     if not _is_json(arrival):
-        return Event({**attributes, "omitted": "not-json"}, None)
+        return CloudEvent({**attributes, "omitted": "not-json"}, None)
     if not request.is_readable:
         attributes["unreadable"] = "tokens"
     body = arrival.body
-    if not is_plain(body, request.contents):
+    if not has_plain_names(body, request.contents):
         body = with_changes(body, {}, request.contents)
-    return Event({**attributes, "datacontenttype": "application/json"}, body)
+    return CloudEvent({**attributes, "datacontenttype": "application/json"}, body)
 
 
 def _is_json(arrival: Arrival) -> bool:
@@ -133,7 +133,9 @@ def _is_json(arrival: Arrival) -> bool:
     return api is not None and api.spec.body == "json"
 
 
-def judge(guard: Guard, arrival: Arrival, reply: GuardReply | GuardFailed, builder: RequestBuilder) -> Passed:
+def apply_guard_reply(
+    guard: Guard, arrival: Arrival, reply: GuardReply | GuardFailed, builder: RequestBuilder
+) -> GuardPassed:
     """What becomes of the request; raises GuardStopped."""
     if isinstance(reply, GuardFailed):
         return _without(guard, arrival, reply.why, reply.detail)
@@ -156,14 +158,14 @@ def _answer_in(reply: GuardReply) -> _Answer:
         raise _Invalid(f"its answer cannot be read: {str(error)[:_LONGEST_ERROR]}") from None
 
 
-def _follow(guard: Guard, arrival: Arrival, answer: _Answer, builder: RequestBuilder) -> Passed:
+def _follow(guard: Guard, arrival: Arrival, answer: _Answer, builder: RequestBuilder) -> GuardPassed:
     reason = f": {answer.reason[:_LONGEST_TEXT]}" if answer.reason else ""
     match answer.action:
         case "allow":
-            return Passed(arrival, "allowed", f"'{guard.name}' allowed it{reason}")
+            return GuardPassed(arrival, "allowed", f"'{guard.name}' allowed it{reason}")
         case "change":
             changed = _changed(guard, arrival, answer, builder)
-            return Passed(changed, "changed", f"'{guard.name}' changed it{reason}")
+            return GuardPassed(changed, "changed", f"'{guard.name}' changed it{reason}")
         case "refuse":
             if answer.status not in _STATUSES:
                 raise _Invalid(f"it refuses with status {answer.status}, which is none for that")
@@ -179,7 +181,7 @@ def _changed(guard: Guard, arrival: Arrival, answer: _Answer, builder: RequestBu
     if not _is_json(arrival):
         raise _Invalid("it changes a request that is no JSON")
     body = whole or with_changes(arrival.body, dict(answer.fields or {}))
-    if len(body) > guard.most_body_bytes(len(arrival.body)):
+    if len(body) > guard.max_body_bytes(len(arrival.body)):
         raise _Invalid(f"it changes a body to one of {len(body)} bytes")
     try:
         return builder.with_body(arrival, body)
@@ -187,21 +189,21 @@ def _changed(guard: Guard, arrival: Arrival, answer: _Answer, builder: RequestBu
         raise _Invalid(f"the changed request is not valid: {refusal.message}") from None
 
 
-def _without(guard: Guard, arrival: Arrival, why: Failure, detail: str) -> Passed:
+def _without(guard: Guard, arrival: Arrival, why: Failure, detail: str) -> GuardPassed:
     """By the failure mode; raises GuardStopped."""
     if guard.is_open:
-        return Passed(arrival, why, f"'{guard.name}' did not answer ({why}), so it went on without", detail)
+        return GuardPassed(arrival, why, f"'{guard.name}' did not answer ({why}), so it went on without", detail)
     message = "The request could not be checked, as a guard of this gateway does not answer; try again later."
     raise GuardStopped(GuardUnavailable(message, retry_after_s=1), why, detail)
 
 
-def caller_of(arrival: Arrival) -> str:
+def guard_call_owner(arrival: Arrival) -> str:
     """Whose call of a guard it is: the tenant's, or without one the key's or the user's."""
     caller = arrival.caller
     return caller.tenant if caller.tenant != ANONYMOUS else caller.api_key or caller.user or ANONYMOUS
 
 
-class Circuit(msgspec.Struct):
+class GuardCircuitBreaker(msgspec.Struct):
     """Spares requests the time limit of a guard that is dead: after some failures in a row, one request in each pause
     tries it, and for all others it has failed.
 

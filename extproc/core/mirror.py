@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-    from extproc.core.record import Arrival, Attachment
     from extproc.core.request_builder import RequestBuilder
-    from extproc.protocol import Api
-    from extproc.scheduling.pool import Consideration, Pool
+    from extproc.core.request_record import Arrival, GatewayProperties
+    from extproc.scheduling.pool import Pool, UncommittedPick
+    from extproc.wire_protocol import Api
 
 
 class Mirrors:
@@ -33,14 +33,16 @@ class Mirrors:
         """Follow the configuration."""
         self._builder = builder
 
-    def draw(self, arrival: Arrival, attachment: Attachment, considered: Consideration, now: float) -> str:
+    def draw_copy(
+        self, arrival: Arrival, attachment: GatewayProperties, considered: UncommittedPick, now: float
+    ) -> str:
         """The directive for a copy, for Envoy; empty: there is none."""
         mirror = arrival.destination.rule.mirror
         if mirror is None or not attachment.is_bundle or self._rng.random() * 100 >= mirror.percent:
             return ""
         return "" if any(self._reasons_against(arrival, considered, now)) else mirror.directive
 
-    def describe(self, arrival: Arrival, considered: Consideration, now: float) -> str:
+    def describe_copy(self, arrival: Arrival, considered: UncommittedPick, now: float) -> str:
         """What becomes of a copy of the request, in words; empty if its rule has no mirror."""
         mirror = arrival.destination.rule.mirror
         if mirror is None:
@@ -50,7 +52,7 @@ class Mirrors:
             return f"no copy of it goes to the mirror {mirror.server}: {why}"
         return f"copies of {mirror.percent:g} % of such requests go to the mirror {mirror.server}"
 
-    def _reasons_against(self, arrival: Arrival, considered: Consideration, now: float) -> Iterator[str]:
+    def _reasons_against(self, arrival: Arrival, considered: UncommittedPick, now: float) -> Iterator[str]:
         """Why there can be no copy of the request now."""
         mirror, request = arrival.destination.rule.mirror, arrival.request
         pool = None if mirror is None else self._builder.pools.get(mirror.server)

@@ -16,20 +16,20 @@ import msgspec
 from extproc.admission.identity import Caller
 from extproc.admission.limits import NO_USAGE, Usage
 from extproc.api.pricing import cost_micros
-from extproc.api.usage import UsageContext
-from extproc.api.used_tokens import expected_of, used_tokens
-from extproc.core.record import Outcome, answer_of
+from extproc.api.usage_log import UsageContext
+from extproc.api.used_tokens import expected_tokens_of, used_tokens
+from extproc.core.request_record import Outcome, answer_usage_of
 
 if TYPE_CHECKING:
-    from extproc.core.accounts import Accounts
     from extproc.core.effects import Effect
-    from extproc.core.queue import AdmissionController
+    from extproc.core.flow_control import AdmissionController
+    from extproc.core.limit_accounting import LimitAccounting
 
 # Outcomes that processes which may live have yet to settle; the oldest are dropped first.
 _MOST_PENDING: Final = 65_536
 
 
-class Orphan(msgspec.Struct, frozen=True):
+class OrphanedOutcome(msgspec.Struct, frozen=True):
     """A request that another process has decided. ``arrived_s``: seconds since 1970."""
 
     outcome: Outcome
@@ -47,7 +47,7 @@ class Orphan(msgspec.Struct, frozen=True):
         return self.arrived_s + self.outcome.duration_s
 
 
-def process_of(ticket: str) -> str:
+def process_of_ticket(ticket: str) -> str:
     """The process that has given the ticket."""
     return ticket.rpartition("-")[0]
 
@@ -59,20 +59,20 @@ class OrphanedRequests:
     they are read again; charged here, it could count twice.
     """
 
-    def __init__(self, admission: AdmissionController, accounts: Accounts) -> None:
+    def __init__(self, admission: AdmissionController, accounts: LimitAccounting) -> None:
         self._admission = admission
         self._accounts = accounts
         # by process
-        self._pending: OrderedDict[str, list[Orphan]] = OrderedDict()
+        self._pending: OrderedDict[str, list[OrphanedOutcome]] = OrderedDict()
         self._count = 0
         self.rows_read_s = -math.inf
 
-    def on_outcome(self, orphan: Orphan, now: float, out: list[Effect], *, may_be_settled: bool) -> None:
+    def on_outcome(self, orphan: OrphanedOutcome, now: float, out: list[Effect], *, may_be_settled: bool) -> None:
         """Charge it, or wait for a sign that its process lives and has got the outcome."""
         if not may_be_settled:
             self._charge(orphan, now, out)
             return
-        self._pending.setdefault(process_of(orphan.ticket), []).append(orphan)
+        self._pending.setdefault(process_of_ticket(orphan.ticket), []).append(orphan)
         self._count += 1
         if self._count > _MOST_PENDING:
             self._drop(next(iter(self._pending)))
@@ -87,23 +87,23 @@ class OrphanedRequests:
         for orphan in self._drop(origin):
             self._charge(orphan, now, out)
 
-    def _drop(self, origin: str) -> list[Orphan]:
+    def _drop(self, origin: str) -> list[OrphanedOutcome]:
         found = self._pending.pop(origin, [])
         self._count -= len(found)
         return found
 
-    def _charge(self, orphan: Orphan, now: float, out: list[Effect]) -> None:
+    def _charge(self, orphan: OrphanedOutcome, now: float, out: list[Effect]) -> None:
         if orphan.ended_s < self.rows_read_s:
             return
         context, used = orphan.context, _used_by(orphan)
         caller = Caller(context.tenant, context.user, context.api_key)
-        charges = self._admission.budgets_of(context.route).charges(caller, used, orphan.arrived_s)
+        charges = self._admission.budgets_of_route(context.route).charges(caller, used, orphan.arrived_s)
         self._accounts.charge(charges, used, now, out)
 
 
-def _used_by(orphan: Orphan) -> Usage:
+def _used_by(orphan: OrphanedOutcome) -> Usage:
     """As its row has it."""
-    found = used_tokens(expected_of(orphan.context), answer_of(orphan.outcome))
+    found = used_tokens(expected_tokens_of(orphan.context), answer_usage_of(orphan.outcome))
     if found is None:
         return NO_USAGE
     price = orphan.context.as_served_by(orphan.outcome.served_by).price

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from extproc.admission.estimates import ASSUMED_BYTES_PER_TOKEN
-from extproc.admission.limits import NO_USAGE, Grant, StoreAway, Usage
-from extproc.admission.refusals import unavailable
+from extproc.admission.limits import NO_USAGE, Grant, StoreUnavailable, Usage
+from extproc.admission.refusals import limits_unavailable
 from extproc.admission.saturation import RECHECK_S
+from extproc.admission.token_estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.core.activation import EngineWait
 from extproc.core.adapter_load import AdapterWait
-from extproc.core.breakers import check_server, is_drawn, may_probe
+from extproc.core.breakers import check_server_breaker, draw_pass, may_probe
 from extproc.core.capacity import has_capacity
 from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
 from extproc.core.effects import (
@@ -29,36 +29,36 @@ from extproc.core.effects import (
     Decision,
     Effect,
     Fault,
-    GuardAsked,
-    Held,
+    GuardAnswered,
     RequestEffect,
+    RequestHeld,
     RequestRefused,
     RequestUnmeetable,
     WakeAt,
-    with_fault,
+    run_with_fault,
 )
 from extproc.core.explanation import (
     BudgetState,
     Explanation,
-    avoided_now,
+    adapter_location,
+    avoided_endpoints,
     budget_states,
     explain_pick,
     forecast_state,
-    sets_of,
-    silent_now,
-    split_of,
+    overridden_fields,
+    silent_endpoints,
+    sticky_split_of,
     tier_states,
-    where_adapter_goes,
 )
 from extproc.core.fallback import AT_ONCE
-from extproc.core.forecasts import Forecaster, Foreseen
-from extproc.core.guards import GuardFailed, GuardReply, GuardStopped, Passed, judge
-from extproc.core.queue import MOST_AT_ONCE, QueueWait
-from extproc.core.record import Record
-from extproc.core.request_builder import not_served
+from extproc.core.flow_control import MOST_AT_ONCE, QueueWait
+from extproc.core.guards import GuardFailed, GuardPassed, GuardReply, GuardStopped, apply_guard_reply
+from extproc.core.request_builder import api_not_served
+from extproc.core.request_record import RequestRecord
 from extproc.core.response_cache import ResponseCaches
+from extproc.core.slo_forecasts import Forecaster, ForecastResult
 from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
-from extproc.core.tiers import TierSelector
+from extproc.core.tier_selector import TierSelector
 from extproc.errors import InternalError, QueueFull, Refusal, StoredAnswer, UnknownModel
 from extproc.scheduling.model_check import why_model_is_refused
 
@@ -67,26 +67,26 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from extproc.admission.guards import Guard
-    from extproc.core.accounts import Accounts
     from extproc.core.dispatch import Dispatcher
     from extproc.core.fallback import FallbackPlanner
-    from extproc.core.queue import AdmissionController
-    from extproc.core.record import Arrival, Attachment, FallbackReason, Placement
+    from extproc.core.flow_control import AdmissionController
+    from extproc.core.limit_accounting import LimitAccounting
     from extproc.core.request_builder import RequestBuilder
+    from extproc.core.request_record import Arrival, FallbackReason, GatewayProperties, TierPlacement
     from extproc.endpoints.table import Bools
     from extproc.scheduling.pool import Pool
 
 # The values with which a shell may resume a request: the answer, or None if there is none.
-Answer = Grant | Refusal | StoreAway | GuardReply | GuardFailed | Sequence[int] | None
+Answer = Grant | Refusal | StoreUnavailable | GuardReply | GuardFailed | Sequence[int] | None
 _Own = TypeVar("_Own")
 # What happens to a request before it may wait: the effect if it waits or is answered here; None: it goes on.
-_Step = Callable[["Record", float, list[Effect]], RequestEffect | None]
+_Step = Callable[["RequestRecord", float, list[Effect]], RequestEffect | None]
 _TIERS_FAILED: Final = "the tiers of a rule could not be compared"
 _FALLBACK_FAILED: Final = "a fallback could not be considered"
 _NOT_CONFIGURED: Final = GuardFailed("unknown", "the GatewayConfig has no guard of this name; add it")
 
 
-class Wait(Protocol):
+class RequestWait(Protocol):
     """One thing that a request may have to wait for before its dispatch. Effects about other requests go to ``out``."""
 
     @property
@@ -98,18 +98,18 @@ class Wait(Protocol):
         """Whether requests of the ModelServer may wait here, by its configuration."""
         ...
 
-    def admit(self, record: Record, now: float, out: list[Effect]) -> Held | Decision | None:
+    def admit(self, record: RequestRecord, now: float, out: list[Effect]) -> RequestHeld | Decision | None:
         """Hold the request, or dispatch it; None: it need not wait here. Raises a Refusal.
 
         It is asked again after each later wait, during which what it gives may have gone.
         """
         ...
 
-    def withdraw(self, record: Record, now: float) -> None:
+    def withdraw(self, record: RequestRecord, now: float) -> None:
         """The request does not wait here any more; nothing happens if it did not."""
         ...
 
-    def move(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
+    def on_config_change(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
         """After a change of configuration: what cannot go on where it waits moves or is refused."""
         ...
 
@@ -125,9 +125,9 @@ class _Reminders:
 
     def __init__(
         self,
-        records: Mapping[str, Record],
+        records: Mapping[str, RequestRecord],
         states: Collection[State],
-        leaves: Callable[[Record, float, list[Effect]], bool],
+        leaves: Callable[[RequestRecord, float, list[Effect]], bool],
         failed: str,
     ) -> None:
         """``states``: in which it is asked. ``leaves``: whether the request has left. ``failed``: if that fails."""
@@ -138,7 +138,7 @@ class _Reminders:
         # with tickets
         self._due: list[tuple[float, str]] = []
 
-    def add(self, record: Record, after_s: float, out: list[Effect]) -> None:
+    def add(self, record: RequestRecord, after_s: float, out: list[Effect]) -> None:
         """Ask so long after the request came."""
         at_s = record.arrived_at_s + after_s
         heapq.heappush(self._due, (at_s, record.ticket))
@@ -153,7 +153,7 @@ class _Reminders:
             if record is None or record.state not in self._states:
                 continue
             asked += 1
-            if not with_fault(out, self._failed, partial(self._leaves, record, now, out)):
+            if not run_with_fault(out, self._failed, partial(self._leaves, record, now, out)):
                 # however many wait, a second has as many questions as one tick
                 heapq.heappush(due, (now + RECHECK_S * max(1.0, len(due) / MOST_AT_ONCE), ticket))
         if due:
@@ -176,9 +176,9 @@ class AdmissionPipeline:
 
     def __init__(
         self,
-        records: Mapping[str, Record],
+        records: Mapping[str, RequestRecord],
         admission: AdmissionController,
-        accounts: Accounts,
+        accounts: LimitAccounting,
         dispatcher: Dispatcher,
         fallbacks: FallbackPlanner,
         *,
@@ -204,10 +204,10 @@ class AdmissionPipeline:
         self.adapters = AdapterWait(records, admission, dispatcher, self._wait_ended, has_peers=has_peers)
         self.engines = EngineWait(records, admission, dispatcher, self._engine_ready, self._withdraw)
         # in the order in which a request meets them
-        self._waits: tuple[Wait, ...] = (self.engines, self.adapters, self._queue)
+        self._waits: tuple[RequestWait, ...] = (self.engines, self.adapters, self._queue)
         self._behind_engines = self._waits[1:]
         # by ModelServer: those at which its requests may be held
-        self._waits_at: Mapping[str, tuple[Wait, ...]] = {}
+        self._waits_at: Mapping[str, tuple[RequestWait, ...]] = {}
         # by the key of the ModelRoute, where they are not the usual ones
         self._steps: Mapping[str, _RouteSteps] = {}
         self._usual_steps = _RouteSteps()
@@ -225,37 +225,37 @@ class AdmissionPipeline:
             name: tuple(one for one in self._waits if one.may_hold(pool)) for name, pool in builder.pools.items()
         }
         self._fallbacks.apply(builder)
-        self._tiers.keep(builder.pools)
+        self._tiers.retain_only(builder.pools)
         for record in [one for one in self._records.values() if one.state in ASKING]:
             self._reroute(record, builder)
         for wait in self._waits:
-            wait.move(builder, now, out)
-        self.wake(now, out)
+            wait.on_config_change(builder, now, out)
+        self.release_held(now, out)
 
     def _steps_of(self, route: str) -> _RouteSteps:
         guarded = [self._answer_from_cache] * (route in self.caches.routes)
-        guarded += [self._foresee] * self._dispatcher.objectives.refuses(route)
+        guarded += [self._foresee] * self._dispatcher.objectives.may_refuse(route)
         granted = [self._ask_guard] * (route in self._guards) + guarded
-        arrived = [self._ask_limits] * self._admission.limits_route(route) + granted
+        arrived = [self._ask_limits] * self._admission.may_limit_route(route) + granted
         return _RouteSteps(tuple(arrived), tuple(granted), tuple(guarded))
 
-    def _reroute(self, record: Record, builder: RequestBuilder) -> None:
+    def _reroute(self, record: RequestRecord, builder: RequestBuilder) -> None:
         """A request whose server has lost its engines goes to another of its rule that has some."""
-        pool = record.arrived.pool
+        pool = record.pending_arrival.pool
         if builder.pools.get(pool.name) is pool and pool.spec.activation is not None and not pool.readiness.can_serve:
-            other = builder.elsewhere(record.arrived)
+            other = builder.move_to_other_server(record.pending_arrival)
             if other is not None:
-                self._dispatcher.move(record, other)
+                self._dispatcher.move_to_server(record, other)
                 # one that waits for limits has not requested tokens yet, and will request them for its new model
                 record.has_moved = record.state is State.ASKING_TOKENS
 
-    def place(self, record: Record, now: float, out: list[Effect]) -> None:
+    def choose_tier(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """Choose the tier of a request that arrives, before anything of it is counted, or another ModelServer of its
         rule where the breaker of its own has tripped. If that fails, the rule's weights have chosen.
         """
-        arrival = record.arrived
+        arrival = record.pending_arrival
         if arrival.destination.rule.tiers is not None:
-            found = with_fault(out, _TIERS_FAILED, partial(self._tiers.place, self._builder, record, now))
+            found = run_with_fault(out, _TIERS_FAILED, partial(self._tiers.choose_tier, self._builder, record, now))
             if found is not None:
                 arrival, record.placement = found
                 record.arrival = arrival
@@ -263,43 +263,47 @@ class AdmissionPipeline:
             self._avoid_failing(record, now)
         self._avoid_full(record, now)
 
-    def _avoid_failing(self, record: Record, now: float) -> None:
+    def _avoid_failing(self, record: RequestRecord, now: float) -> None:
         """A request goes to another ModelServer of its rule while the breaker of its own lets too few through."""
-        pool = record.arrived.pool
-        record.is_drawn = is_drawn(pool, now, self._rng)
+        pool = record.pending_arrival.pool
+        record.is_drawn = draw_pass(pool, now, self._rng)
         if record.is_drawn or may_probe(pool, now):
             return
-        other = self._builder.elsewhere(record.arrived, lambda one: not one.breaker.trips and one is not pool)
+        other = self._builder.move_to_other_server(
+            record.pending_arrival, lambda one: not one.breaker.trips and one is not pool
+        )
         if other is not None:
             record.arrival, record.placement, record.is_drawn = other, None, True
 
-    def _avoid_full(self, record: Record, now: float) -> None:
+    def _avoid_full(self, record: RequestRecord, now: float) -> None:
         """A request goes to another target of its rule that has room, while its own, a provider, reports that it is
         full. With ``sticky`` it stays: its session would change the model with each report.
         """
-        arrival = record.arrived
+        arrival = record.pending_arrival
         candidates = arrival.candidates
         if candidates is None or not arrival.pool.is_full(now):
             return
         if arrival.destination.rule.tiers is not None or candidates.targets.sticky is not None:
             return
-        other = self._builder.elsewhere(arrival, lambda one: not one.breaker.trips and has_capacity(one, now))
+        other = self._builder.move_to_other_server(
+            arrival, lambda one: not one.breaker.trips and has_capacity(one, now)
+        )
         if other is not None:
             record.arrival = other
 
-    def start_request(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+    def start_request(self, record: RequestRecord, now: float, out: list[Effect]) -> RequestEffect:
         """The request has come."""
         return self._attempt(record, lambda: self._set_out(record, now, out), now, out)
 
-    def resume(self, record: Record, answer: Answer, now: float, out: list[Effect]) -> RequestEffect:
+    def resume(self, record: RequestRecord, answer: Answer, now: float, out: list[Effect]) -> RequestEffect:
         """The answer that the request waited for has come."""
         if record.state is State.ASKING_LIMITS:
-            if answer is None or isinstance(answer, Grant | Refusal | StoreAway):
+            if answer is None or isinstance(answer, Grant | Refusal | StoreUnavailable):
                 return self._attempt(record, lambda: self._granted(record, answer, now, out), now, out)
         elif record.state is State.ASKING_GUARD:
             if isinstance(answer, GuardReply | GuardFailed):
                 return self._attempt(record, lambda: self._guarded(record, answer, now, out), now, out)
-        elif not isinstance(answer, Grant | Refusal | StoreAway | GuardReply | GuardFailed):
+        elif not isinstance(answer, Grant | Refusal | StoreUnavailable | GuardReply | GuardFailed):
             # tokens of another model are of no use
             record.tokens = None if record.has_moved else answer
             return self._attempt(record, lambda: self._go_on(record, now, out), now, out)
@@ -312,68 +316,68 @@ class AdmissionPipeline:
         for wait in self._waits:
             wait.tick(now, out)
 
-    def _fall_back_after_wait(self, record: Record, now: float, out: list[Effect]) -> bool:
+    def _fall_back_after_wait(self, record: RequestRecord, now: float, out: list[Effect]) -> bool:
         """Whether a request that has waited long enough has left where it waits, for a fallback."""
-        other = self._fallbacks.instead(record, "queue", now)
+        other = self._fallbacks.choose_fallback(record, "queue", now)
         return other is not None and self._leave_wait(record, other, now, out, why="queue")
 
-    def _spill(self, record: Record, now: float, out: list[Effect]) -> bool:
+    def _spill(self, record: RequestRecord, now: float, out: list[Effect]) -> bool:
         """Whether a request that has waited long enough for its home has left its queue, for another tier."""
-        found = self._tiers.place(self._builder, record, now)
-        if found is None or found[0].pool is record.arrived.pool:
+        found = self._tiers.choose_tier(self._builder, record, now)
+        if found is None or found[0].pool is record.pending_arrival.pool:
             return False
         return self._leave_wait(record, found[0], now, out, placement=found[1])
 
     def _leave_wait(
         self,
-        record: Record,
+        record: RequestRecord,
         other: Arrival,
         now: float,
         out: list[Effect],
         *,
-        placement: Placement | None = None,
+        placement: TierPlacement | None = None,
         why: FallbackReason | None = None,
     ) -> bool:
         """Whether a request that waits goes elsewhere, as ``other``: only if there is room for it at once."""
-        room = self._queue.passes_at(record, other, now)
+        room = self._queue.entry_at_other_server(record, other, now)
         if room is None:
             return False
         self._withdraw(record, now)
         self._move(record, other, placement=placement, why=why)
         record.queued, with_room = room
-        record.happens(Event.GRANTED)
+        record.begin_event(Event.GRANTED)
         self._turn_came(record, with_room, now, out)
         return True
 
-    def _fall_back(self, record: Record, now: float, out: list[Effect]) -> None:
+    def _fall_back(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """A request whose prompt is too long for its ModelServer goes to a fallback that may take it, and one whose
         ModelServer has no usable endpoint to one that has.
         """
         for why in AT_ONCE:
-            instead = partial(self._fallbacks.instead, record, why, now, is_drawn=record.is_drawn)
-            other = with_fault(out, _FALLBACK_FAILED, instead)
+            instead = partial(self._fallbacks.choose_fallback, record, why, now, is_drawn=record.is_drawn)
+            other = run_with_fault(out, _FALLBACK_FAILED, instead)
             if other is not None:
                 self._move(record, other, why=why)
                 return
 
-    def _fall_back_at_turn(self, record: Record, with_room: Bools | None, now: float) -> Bools | None:
+    def _fall_back_at_turn(self, record: RequestRecord, with_room: Bools | None, now: float) -> Bools | None:
         """The breaker of the ModelServer has opened while the request waited: it goes to a fallback that has room at
         once. Returns the rows that have room where it goes.
         """
-        other = self._fallbacks.instead(record, "no_endpoint", now, is_drawn=False)
-        room = None if other is None else self._queue.passes_at(record, other, now)
+        other = self._fallbacks.choose_fallback(record, "no_endpoint", now, is_drawn=False)
+        room = None if other is None else self._queue.entry_at_other_server(record, other, now)
         if other is None or room is None:
             return with_room
         self._move(record, other, why="no_endpoint")
         record.queued, with_room = room
         return with_room
 
-    def way_to_fallback(self, record: Record, now: float, out: list[Effect]) -> Callable[[], None] | None:
+    def way_to_fallback(self, record: RequestRecord, now: float, out: list[Effect]) -> Callable[[], None] | None:
         """What sends a request, whose prefill has failed, to a fallback that has room for it at once; None: there is
         none. Its engines must be free of it by then.
         """
-        other = with_fault(out, _FALLBACK_FAILED, partial(self._fallbacks.instead, record, "prefill", now))
-        room = None if other is None else self._queue.passes_at(record, other, now)
+        other = run_with_fault(out, _FALLBACK_FAILED, partial(self._fallbacks.choose_fallback, record, "prefill", now))
+        room = None if other is None else self._queue.entry_at_other_server(record, other, now)
         if other is None or room is None:
             return None
 
@@ -386,21 +390,21 @@ class AdmissionPipeline:
 
     def _move(
         self,
-        record: Record,
+        record: RequestRecord,
         other: Arrival,
         *,
-        placement: Placement | None = None,
+        placement: TierPlacement | None = None,
         why: FallbackReason | None = None,
     ) -> None:
         """The request goes to another ModelServer, which is a tier of its rule, or for ``why`` a fallback."""
-        self._dispatcher.move(record, other)
+        self._dispatcher.move_to_server(record, other)
         record.placement = placement
         if why is not None:
             record.fell_back_for, record.is_drawn = why, True
 
-    def _watch_wait(self, record: Record, out: list[Effect]) -> None:
+    def _watch_wait(self, record: RequestRecord, out: list[Effect]) -> None:
         """The request waits, and may go elsewhere after a while."""
-        placement, fallbacks = record.placement, record.arrived.destination.fallbacks
+        placement, fallbacks = record.placement, record.pending_arrival.destination.fallbacks
         if record.state is State.QUEUED and placement is not None and placement.choice.ask_again_s:
             self._spills.add(record, placement.choice.ask_again_s, out)
         if fallbacks is not None and not record.was_held:
@@ -409,24 +413,24 @@ class AdmissionPipeline:
             if known:
                 self._late_fallbacks.add(record, min(known), out)
 
-    def wake(self, now: float, out: list[Effect]) -> None:
+    def release_held(self, now: float, out: list[Effect]) -> None:
         """A change that may let a held request go."""
         for wait in self._waits:
             if not wait.is_empty:
                 out.append(WakeAt(now))
                 return
 
-    def on_disconnect(self, record: Record, now: float, out: list[Effect]) -> None:
+    def on_disconnect(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """The client of a request that is not dispatched yet has disconnected."""
         if record.state is State.QUEUED and record.queued is not None:
-            out.append(ClientLeft(record.ticket, record.arrived.pool.name, record.queued))
+            out.append(ClientLeft(record.ticket, record.pending_arrival.pool.name, record.queued))
         self._withdraw(record, now)
-        self._dispatcher.leave(record, now, out)
+        self._dispatcher.on_client_left(record, now, out)
 
     def explain(
         self,
         arrival: Arrival,
-        attachment: Attachment,
+        attachment: GatewayProperties,
         tokens: Sequence[int] | None,
         *,
         now: float,
@@ -437,15 +441,15 @@ class AdmissionPipeline:
 
         ``tokens``: its prompt's, if known. ``guarded``: what its guard said, if it was asked.
         """
-        tried = Record("", arrival=arrival, attachment=attachment, arrived_at_s=now)
+        tried = RequestRecord("", arrival=arrival, attachment=attachment, arrived_at_s=now)
         tried.wall_s = now + self._accounts.wall_offset_s
-        placed = self._tiers.place(self._builder, tried, now, is_tried=True)
+        placed = self._tiers.choose_tier(self._builder, tried, now, is_tried=True)
         if placed is not None:
             tried.arrival, tried.placement = placed
         self._avoid_full(tried, now)
-        objectives, foreseen = self._dispatcher.objectives_of(tried.arrived), None
+        objectives, foreseen = self._dispatcher.objectives_of(tried.pending_arrival), None
         if objectives is not None and objectives.refuses:
-            foreseen = self._forecaster.foresee(self._builder, tried, objectives, now, is_tried=True)
+            foreseen = self._forecaster.forecast_request(self._builder, tried, objectives, now, is_tried=True)
         if foreseen is not None:
             foreseen = self._in_time_elsewhere(tried, foreseen, now) or foreseen
             tried.arrival, tried.placement, tried.forecast = foreseen.arrival, foreseen.placement, foreseen.forecast
@@ -453,64 +457,64 @@ class AdmissionPipeline:
             tried.fell_back_for = "late"
         else:
             for why in AT_ONCE:
-                other = self._fallbacks.instead(tried, why, now)
+                other = self._fallbacks.choose_fallback(tried, why, now)
                 if other is not None:
                     tried.arrival, tried.fell_back_for = other, why
                     break
-        if tried.arrived.pool is not arrival.pool:
+        if tried.pending_arrival.pool is not arrival.pool:
             tokens = None
-        arrival, placement, forecast = tried.arrived, tried.placement, tried.forecast
+        arrival, placement, forecast = tried.pending_arrival, tried.placement, tried.forecast
         pool, prompt = arrival.pool, prompt_of(arrival, tokens)
         guard = self.guard_of(arrival)
         guarded = guarded or ("" if guard is None else f"'{guard.name}' is asked first")
-        if self.engines.holds(pool) and attachment.subset is None:
+        if self.engines.would_hold(pool) and attachment.subset is None:
             return Explanation(
                 server=pool.name,
                 model=arrival.destination.model,
-                input_tokens=round(pool.expect(prompt, now).input_tokens, 1),
+                input_tokens=round(pool.estimate_prompt(prompt, now).input_tokens, 1),
                 cached_tokens=0.0,
                 addresses=(),
                 cost_s=0.0,
                 prefill=None,
                 stage="",
                 profiles=(),
-                waits=self.engines.describe(pool, now),
+                waits=self.engines.describe_wait(pool, now),
                 tiers=tier_states(placement),
                 guard=guarded,
                 forecast=None if forecast is None else forecast_state(forecast),
-                split=split_of(arrival),
-                sets=sets_of(arrival),
+                split=sticky_split_of(arrival),
+                sets=overridden_fields(arrival),
                 rule=arrival.destination.rule.title,
             )
-        adapter, loader = where_adapter_goes(pool, arrival.adapter, attachment.subset, now)
+        adapter, loader = adapter_location(pool, arrival.adapter, attachment.subset, now)
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
         constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
-        considered = pool.consider(prompt, constraints, now=now, rng=rng)
-        plan = self._fallbacks.plan(tried, considered, now)
+        considered = pool.pick_endpoints(prompt, constraints, now=now, rng=rng)
+        plan = self._fallbacks.plan_attempts(tried, considered, now)
         fallbacks = () if plan is None else plan.states
         found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded, fallbacks=fallbacks)
-        avoided, silent = avoided_now(pool, now), silent_now(pool, now)
+        avoided, silent = avoided_endpoints(pool, now), silent_endpoints(pool, now)
         budgets = self._explain_budgets(arrival, now)
-        mirror = self._dispatcher.mirrors.describe(arrival, considered, now)
+        mirror = self._dispatcher.mirrors.describe_copy(arrival, considered, now)
         return msgspec.structs.replace(
             found, mirror=mirror, adapter=adapter, avoided=avoided, silent=silent, budgets=budgets
         )
 
     def _explain_budgets(self, arrival: Arrival, now: float) -> tuple[BudgetState, ...]:
-        budgets = self._admission.budgets_of(arrival.destination.route)
+        budgets = self._admission.budgets_of_route(arrival.destination.route)
         if not budgets.has_any:
             return ()
         wall_s = now + self._accounts.wall_offset_s
-        usage = usage_to_reserve(arrival).priced(arrival.pool.price_at(wall_s))
+        usage = usage_to_reserve(arrival).with_cost(arrival.pool.price_at(wall_s))
         charges = budgets.charges(arrival.caller, usage, wall_s)
         return tuple(budget_states(charges, self._admission.limits.level_of))
 
-    def _withdraw(self, record: Record, now: float) -> None:
+    def _withdraw(self, record: RequestRecord, now: float) -> None:
         for wait in self._waits:
             wait.withdraw(record, now)
 
     def _attempt(
-        self, record: Record, step: Callable[[], _Own], now: float, out: list[Effect]
+        self, record: RequestRecord, step: Callable[[], _Own], now: float, out: list[Effect]
     ) -> _Own | RequestRefused:
         """Take the next step of one request: if it is refused or our own code fails, nothing of the request remains and
         all others go on.
@@ -518,7 +522,7 @@ class AdmissionPipeline:
         refusal: Refusal
         try:
             own = step()
-            if isinstance(own, Held) and record.state in WAITING:
+            if isinstance(own, RequestHeld) and record.state in WAITING:
                 self._watch_wait(record, out)
             return own
         except Refusal as error:
@@ -530,24 +534,24 @@ class AdmissionPipeline:
             self._withdraw(record, now)
         return self._dispatcher.refuse(record, refusal, now, out)
 
-    def _set_out(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+    def _set_out(self, record: RequestRecord, now: float, out: list[Effect]) -> RequestEffect:
         """Refuse what its ModelServer cannot serve, before anything is reserved for it; then take the first step."""
-        arrival = record.arrived
+        arrival = record.pending_arrival
         if arrival.engine_api is not None and not record.attachment.is_bundle:
             # no other gateway has a translator
-            raise not_served(arrival.request, arrival.pool.spec, arrival.head)
+            raise api_not_served(arrival.request, arrival.pool.spec, arrival.head)
         if arrival.pool.apis_without_model:
             why = why_model_is_refused(arrival.pool, arrival.request.api, now)
             if why and arrival.destination.model == arrival.pool.spec.model:
                 raise UnknownModel(why, param="model")
         if arrival.pool.breaker.trips and arrival.destination.fallbacks is None:
-            check_server(arrival.pool, now, is_drawn=True)
+            check_server_breaker(arrival.pool, now, is_drawn=True)
         return self._take(record, self._steps_for(arrival).arrived, now, out)
 
     def _steps_for(self, arrival: Arrival) -> _RouteSteps:
         return self._steps.get(arrival.destination.route, self._usual_steps)
 
-    def _take(self, record: Record, steps: Sequence[_Step], now: float, out: list[Effect]) -> RequestEffect:
+    def _take(self, record: RequestRecord, steps: Sequence[_Step], now: float, out: list[Effect]) -> RequestEffect:
         """Take the steps in order, until one has an effect; then count the tokens, if that is needed, and wait."""
         for step in steps:
             own = step(record, now, out)
@@ -555,12 +559,12 @@ class AdmissionPipeline:
                 return own
         return self._ask_tokens(record, now, out)
 
-    def _ask_limits(self, record: Record, now: float, out: list[Effect]) -> RequestEffect | None:
+    def _ask_limits(self, record: RequestRecord, now: float, out: list[Effect]) -> RequestEffect | None:
         """Local limits first, then those that all machines share. Nobody is charged for a copy."""
-        arrival = record.arrived
+        arrival = record.pending_arrival
         if arrival.destination.is_copy:
             return None
-        record.limited = usage_to_reserve(arrival).priced(arrival.pool.price_at(record.wall_s))
+        record.limited = usage_to_reserve(arrival).with_cost(arrival.pool.price_at(record.wall_s))
         charges = self._admission.charges(arrival, record.limited, now=now, wall_s=record.wall_s)
         local = [charge for charge in charges if not charge.is_global]
         if local:
@@ -568,54 +572,54 @@ class AdmissionPipeline:
         everywhere = [charge for charge in charges if charge.is_global]
         if not everywhere:
             return None
-        self._dispatcher.put(record, State.ASKING_LIMITS, now)
+        self._dispatcher.add_record(record, State.ASKING_LIMITS, now)
         record.charges = everywhere
         return AskLimits(record.ticket, everywhere)
 
     def _granted(
-        self, record: Record, answer: Grant | Refusal | StoreAway | None, now: float, out: list[Effect]
+        self, record: RequestRecord, answer: Grant | Refusal | StoreUnavailable | None, now: float, out: list[Effect]
     ) -> RequestEffect:
         """Apply the store's grant, or else grant in this process, where that is allowed."""
         charges = record.charges
         if isinstance(answer, Grant | Refusal):
-            self._accounts.store_answered()
+            self._accounts.on_store_answer()
         if isinstance(answer, Refusal):
             raise answer
         if isinstance(answer, Grant):
             grant = answer
         elif any(charge.needs_redis for charge in charges):
-            raise unavailable()
+            raise limits_unavailable()
         elif answer is None:
             grant = self._accounts.reserve(charges, now, out)
         else:
-            grant = self._accounts.reserve_alone(charges, answer.most_left, now, out)
+            grant = self._accounts.reserve_without_store(charges, answer.most_left, now, out)
         record.grants = (*record.grants, grant)
-        return self._take(record, self._steps_for(record.arrived).granted, now, out)
+        return self._take(record, self._steps_for(record.pending_arrival).granted, now, out)
 
     def guard_of(self, arrival: Arrival) -> Guard | None:
         """The one that the request must pass."""
         return self._guards.get(arrival.destination.route)
 
-    def _ask_guard(self, record: Record, now: float, out: list[Effect]) -> RequestEffect | None:
+    def _ask_guard(self, record: RequestRecord, now: float, out: list[Effect]) -> RequestEffect | None:
         """A refused caller costs the guard nothing, and a request that the guard refuses no place in a queue."""
-        guard = record.guard = self.guard_of(record.arrived)
+        guard = record.guard = self.guard_of(record.pending_arrival)
         if guard is None:
             return None
         if guard.service is None:
             return self._guarded(record, _NOT_CONFIGURED, now, out)
-        self._dispatcher.put(record, State.ASKING_GUARD, now)
-        return AskGuard(record.ticket, record.arrived, guard)
+        self._dispatcher.add_record(record, State.ASKING_GUARD, now)
+        return AskGuard(record.ticket, record.pending_arrival, guard)
 
     def _guarded(
-        self, record: Record, answer: GuardReply | GuardFailed, now: float, out: list[Effect]
+        self, record: RequestRecord, answer: GuardReply | GuardFailed, now: float, out: list[Effect]
     ) -> RequestEffect:
         """The request goes on, maybe changed, or is refused."""
         guard = record.guard
         if guard is None:
             raise IllegalEvent(type(answer).__name__, record.state.name, f"request {record.ticket}")
-        asked = partial(GuardAsked, guard.name, took_s=answer.took_s, ticket=record.ticket)
+        asked = partial(GuardAnswered, guard.name, took_s=answer.took_s, ticket=record.ticket)
         try:
-            found = self.judge(guard, record.arrived, answer, out)
+            found = self.apply_guard_reply(guard, record.pending_arrival, answer, out)
         except GuardStopped as stopped:
             out.append(asked(stopped.result, goes_on=False, detail=stopped.detail))
             raise stopped.refusal from None
@@ -623,22 +627,24 @@ class AdmissionPipeline:
         record.arrival, record.guarded = found.arrival, found.text
         return self._take(record, self._steps_for(found.arrival).guarded, now, out)
 
-    def judge(self, guard: Guard, arrival: Arrival, answer: GuardReply | GuardFailed, out: list[Effect]) -> Passed:
+    def apply_guard_reply(
+        self, guard: Guard, arrival: Arrival, answer: GuardReply | GuardFailed, out: list[Effect]
+    ) -> GuardPassed:
         """What becomes of the request; raises GuardStopped. An error of ours is a failure of the guard."""
         try:
-            return judge(guard, arrival, answer, self._builder)
+            return apply_guard_reply(guard, arrival, answer, self._builder)
         except GuardStopped:
             raise
         except Exception as error:  # noqa: BLE001 - the failure mode decides
             out.append(Fault(f"the answer of the guard {guard.name} could not be followed", error))
-            return judge(guard, arrival, GuardFailed.internal(error), self._builder)
+            return apply_guard_reply(guard, arrival, GuardFailed.of_internal_error(error), self._builder)
 
-    def _answer_from_cache(self, record: Record, now: float, out: list[Effect]) -> None:
+    def _answer_from_cache(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """A hit has used one request, and no tokens; raises StoredAnswer."""
         try:
-            found = self.caches.find(record.arrived, record.attachment, record.ticket, now)
+            found = self.caches.find(record.pending_arrival, record.attachment, record.ticket, now)
         except StoredAnswer:
-            out.append(CacheLookup(record.arrived.destination.route, "hit"))
+            out.append(CacheLookup(record.pending_arrival.destination.route, "hit"))
             grants, record.grants = record.grants, ()
             self._accounts.settle_grants(grants, NO_USAGE, now, out)
             raise
@@ -651,29 +657,29 @@ class AdmissionPipeline:
             lookup, record.to_store = found
             out.append(lookup)
 
-    def _ask_tokens(self, record: Record, now: float, out: list[Effect]) -> RequestEffect:
+    def _ask_tokens(self, record: RequestRecord, now: float, out: list[Effect]) -> RequestEffect:
         """A request that goes to a fallback at once is counted by that one's tokens."""
-        arrival = record.arrived
+        arrival = record.pending_arrival
         if arrival.destination.fallbacks is not None:
             self._fall_back(record, now, out)
-            arrival = record.arrived
+            arrival = record.pending_arrival
         if arrival.pool.caches.kv_index is None or not arrival.wants_tokens:
             return self._go_on(record, now, out)
-        self._dispatcher.put(record, State.ASKING_TOKENS, now)
+        self._dispatcher.add_record(record, State.ASKING_TOKENS, now)
         return AskTokens(record.ticket, arrival)
 
-    def _foresee(self, record: Record, now: float, out: list[Effect]) -> None:
+    def _foresee(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """Once its limits have granted it: a request that is predicted to miss what its class is promised moves within
         its rule, or is refused, if the class wants that.
         """
-        objectives = self._dispatcher.objectives_of(record.arrived)
+        objectives = self._dispatcher.objectives_of(record.pending_arrival)
         if objectives is None or not objectives.refuses:
             return
-        foresee = partial(self._forecaster.foresee, self._builder, record, objectives, now)
-        found = with_fault(out, "the TTFT of a request could not be predicted", foresee)
+        foresee = partial(self._forecaster.forecast_request, self._builder, record, objectives, now)
+        found = run_with_fault(out, "the TTFT of a request could not be predicted", foresee)
         if found is None:
             return
-        found = with_fault(out, _FALLBACK_FAILED, partial(self._in_time_elsewhere, record, found, now)) or found
+        found = run_with_fault(out, _FALLBACK_FAILED, partial(self._in_time_elsewhere, record, found, now)) or found
         forecast = record.forecast = found.forecast
         record.due_by_s = record.arrived_at_s + forecast.due_s
         if forecast.result != "held":
@@ -685,37 +691,37 @@ class AdmissionPipeline:
         elif found.arrival is not record.arrival:
             self._move(record, found.arrival, placement=found.placement)
 
-    def _in_time_elsewhere(self, record: Record, late: Foreseen, now: float) -> Foreseen | None:
+    def _in_time_elsewhere(self, record: RequestRecord, late: ForecastResult, now: float) -> ForecastResult | None:
         """A request that would be refused, at the first fallback that is predicted to be in time; None: it is not
         refused, or there is none.
         """
         if late.refusal is None:
             return None
         in_time = partial(self._forecaster.is_in_time, record, late.forecast, now)
-        other = self._fallbacks.instead(record, "late", now, suits=in_time)
+        other = self._fallbacks.choose_fallback(record, "late", now, suits=in_time)
         if other is None:
             return None
-        return Foreseen(msgspec.structs.replace(late.forecast, result="fallback"), other, late.placement)
+        return ForecastResult(msgspec.structs.replace(late.forecast, result="fallback"), other, late.placement)
 
     def _go_on(
-        self, record: Record, now: float, out: list[Effect], waits: Sequence[Wait] | None = None
+        self, record: RequestRecord, now: float, out: list[Effect], waits: Sequence[RequestWait] | None = None
     ) -> RequestEffect:
         """Take the request through the remaining waits, to an engine. ``waits``: None: all of its ModelServer."""
-        pool = record.arrived.pool
+        pool = record.pending_arrival.pool
         if self._builder.pools.get(pool.name) is not pool:
             # the configuration changed while the request waited
             raise no_longer_served(pool.name)
         own = _admit(record, self._waits_at[pool.name] if waits is None else waits, now, out)
         return own or self._dispatcher.dispatch(record, now, out)
 
-    def _engine_ready(self, record: Record, now: float, out: list[Effect]) -> bool:
+    def _engine_ready(self, record: RequestRecord, now: float, out: list[Effect]) -> bool:
         """The request goes to the next wait, or to the engine.
 
         Returns False if the queue is full: the request keeps its place before it.
         """
-        record.happens(Event.GRANTED)
+        record.begin_event(Event.GRANTED)
 
-        def step() -> Held | Decision | None:
+        def step() -> RequestHeld | Decision | None:
             try:
                 own = _admit(record, self._behind_engines, now, out)
             except QueueFull:
@@ -730,18 +736,18 @@ class AdmissionPipeline:
         _answer(own, out)
         return True
 
-    def _wait_ended(self, record: Record, now: float, out: list[Effect]) -> None:
+    def _wait_ended(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """The request goes to the next wait, or to the engine."""
         _answer(self._attempt(record, lambda: self._go_on(record, now, out, self._behind_engines), now, out), out)
 
-    def _turn_came(self, record: Record, with_room: Bools | None, now: float, out: list[Effect]) -> None:
+    def _turn_came(self, record: RequestRecord, with_room: Bools | None, now: float, out: list[Effect]) -> None:
         """The request goes to the engine, unless what it has waited for before has gone meanwhile."""
 
-        def step() -> Held | Decision:
+        def step() -> RequestHeld | Decision:
             room = with_room
-            if record.arrived.destination.fallbacks is not None and record.arrived.pool.breaker.trips:
+            if record.pending_arrival.destination.fallbacks is not None and record.pending_arrival.pool.breaker.trips:
                 room = self._fall_back_at_turn(record, with_room, now)
-            gate = self._admission.gates.get(record.arrived.pool.name)
+            gate = self._admission.gates.get(record.pending_arrival.pool.name)
             return _admit(record, self._behind_engines[:-1], now, out) or self._dispatcher.dispatch(
                 record, now, out, gate=gate, with_room=room
             )
@@ -760,7 +766,7 @@ def usage_to_reserve(arrival: Arrival) -> Usage:
     if request.is_unread:
         return NO_USAGE
     prompts, most = request.prompts, request.max_output_tokens
-    estimate = pool.input_estimates.of(arrival.caller.tenant)
+    estimate = pool.input_estimates.of_tenant(arrival.caller.tenant)
     text = estimate.tokens(request.text_bytes, ASSUMED_BYTES_PER_TOKEN, prompts=prompts.count)
     sent = text + prompts.token_ids + request.media.tokens
     if most is not None and not request.has_stored_prompt:
@@ -771,7 +777,9 @@ def usage_to_reserve(arrival: Arrival) -> Usage:
     return Usage(sent + stored, request.answers * output, known)
 
 
-def _admit(record: Record, waits: Sequence[Wait], now: float, out: list[Effect]) -> Held | Decision | None:
+def _admit(
+    record: RequestRecord, waits: Sequence[RequestWait], now: float, out: list[Effect]
+) -> RequestHeld | Decision | None:
     """Take the request through the waits, in order, until one holds or dispatches it; None: it need wait for none."""
     for wait in waits:
         own = wait.admit(record, now, out)
@@ -782,5 +790,5 @@ def _admit(record: Record, waits: Sequence[Wait], now: float, out: list[Effect])
 
 def _answer(own: RequestEffect, out: list[Effect]) -> None:
     """Send the effect to the stream of a held request; none if the request is held again."""
-    if not isinstance(own, Held):
+    if not isinstance(own, RequestHeld):
         out.append(own)

@@ -13,8 +13,8 @@ import msgspec
 from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Caller, Subject
 from extproc.api.spec import STEPS_LISTENER
-from extproc.core.record import Arrival, Candidates, Head
-from extproc.core.usage import usage_of_unread
+from extproc.core.request_record import Arrival, Candidates, RequestHead
+from extproc.core.usage_log import usage_of_unparsed
 from extproc.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -26,7 +26,16 @@ from extproc.errors import (
     UnknownModel,
     UnknownPath,
 )
-from extproc.protocol import (
+from extproc.request.body_parser import api_by_body, missing_body, parse_body, steering_fields_of_unread
+from extproc.request.grpc_call import api_of_call, check_headers, read_call, refuse_repository_call
+from extproc.request.inference_request import STEERING_FIELDS, InferenceRequest, ModelPath, missing_model
+from extproc.request.json_rewrite import fields_of, with_changes
+from extproc.request.model_in_path import check_method, read_model_path, request_by_path, wrong_protocol
+from extproc.request.parameter_overrides import Overrides, override_changes
+from extproc.routing.mirror import read_directive
+from extproc.routing.routing_table import Destination, RoutingTable, RuleTerms
+from extproc.translate.directive import engine_api
+from extproc.wire_protocol import (
     APIS_BY_CALL,
     APIS_BY_PATH,
     MIRROR,
@@ -40,24 +49,15 @@ from extproc.protocol import (
     api_of_path,
     paths_of,
 )
-from extproc.request.body_parser import api_by_body, no_body, parse_body, steering_of_unread
-from extproc.request.model import STEERING_FIELDS, InferenceRequest, ModelPath, no_model
-from extproc.request.model_call import api_of_call, check_headers, read_call, refuse_repository_call
-from extproc.request.model_path import check_method, path_request, read_model_path, wrong_protocol
-from extproc.request.overrides import Overrides, changes_by
-from extproc.request.rewrite import fields_of, with_changes
-from extproc.routing.mirror import read_directive
-from extproc.routing.resolve import Destination, RoutingTable, RuleTerms
-from extproc.translate.directive import engine_api
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from extproc.admission.identity import CacheIsolation, Identities
+    from extproc.admission.identity import CacheIsolation, IdentityResolver
     from extproc.api.model_server import ModelRewrite, ModelServerSpec
-    from extproc.api.usage import UsageContext
-    from extproc.routing.resolve import ListedModel, Targets
+    from extproc.api.usage_log import UsageContext
+    from extproc.routing.routing_table import ListedModel, Targets
     from extproc.routing.sticky import StickySplit
     from extproc.scheduling.pool import Pool
 
@@ -77,9 +77,9 @@ class CallerAccess(msgspec.Struct, frozen=True):
     authorizer: Authorizer
     routing: RoutingTable
     subject: Subject
-    head: Head
+    head: RequestHead
 
-    def may(self, model: str | None, destination: Destination) -> bool:
+    def may_use(self, model: str | None, destination: Destination) -> bool:
         """Whether the caller may use ``model`` there. None: the body's model could not be read."""
         wish = AccessRequest(
             model=model,
@@ -93,9 +93,9 @@ class CallerAccess(msgspec.Struct, frozen=True):
 
     def may_list(self, model: str) -> bool:
         """Whether some request for ``model`` may go: it is listed, and its name is no secret."""
-        return any(self.may(model, one) for one in self.routing.destinations(model, self.head.listener))
+        return any(self.may_use(model, one) for one in self.routing.destinations(model, self.head.listener))
 
-    def may_see(self, model: str) -> bool:
+    def may_see_missing(self, model: str) -> bool:
         """Whether the caller may get the answer that ``model`` does not exist.
 
         Others get the answer for models that they may not use, so that requests do not reveal which models exist.
@@ -103,7 +103,7 @@ class CallerAccess(msgspec.Struct, frozen=True):
         return self.may_list(model) or self.authorizer.may_use_everything(self.subject)
 
 
-def not_allowed(model: str | None) -> ModelNotAllowed:
+def model_not_allowed(model: str | None) -> ModelNotAllowed:
     """The refusal, in the same words whether or not the model exists."""
     if model is None:
         return ModelNotAllowed("The model could not be read from this request, and you may not use every model.")
@@ -133,7 +133,7 @@ class RequestBuilder:
     def __init__(
         self,
         routing: RoutingTable,
-        identities: Identities,
+        identities: IdentityResolver,
         isolation: CacheIsolation,
         authorizer: Authorizer,
         pools: Mapping[str, Pool],
@@ -159,7 +159,7 @@ class RequestBuilder:
         """The names that clients can ask for."""
         return self._routing.models
 
-    def models_for(self, head: Head) -> list[ListedModel]:
+    def models_for(self, head: RequestHead) -> list[ListedModel]:
         """Those of the listener's models that the caller may use."""
         listed, caller_access = self._routing.models_on(head.listener), self._access_of(head)
         if caller_access is None:
@@ -176,34 +176,34 @@ class RequestBuilder:
             self._lists[key] = found
         return found
 
-    def model_for(self, head: Head, name: str) -> ListedModel | None:
+    def model_for(self, head: RequestHead, name: str) -> ListedModel | None:
         """The listener's model of that name, if the caller may use it."""
         model, caller_access = self._routing.model_on(head.listener, name), self._access_of(head)
         return model if model is None or caller_access is None or caller_access.may_list(name) else None
 
-    def usual_targets(self, head: Head, model: str) -> Targets | None:
+    def default_targets(self, head: RequestHead, model: str) -> Targets | None:
         """Where chats of the caller go whose bodies meet no conditions; None if no rule takes them."""
         access = self._access_of(head)
         try:
             found = self._routing.targets(model, head.headers, Api.CHAT.spec.paths[0], listener=head.listener)
         except UnknownModel:
             return None
-        return found if access is None else found.among(lambda one: access.may(model, one))
+        return found if access is None else found.filtered(lambda one: access.may_use(model, one))
 
-    def tenant_of(self, head: Head) -> str:
+    def tenant_of(self, head: RequestHead) -> str:
         """Of the caller."""
         return self._subject_of(head).tenant
 
-    def _access_of(self, head: Head) -> CallerAccess | None:
+    def _access_of(self, head: RequestHead) -> CallerAccess | None:
         """None if every caller may use everything. A step calls for a client that has been admitted already."""
         if not self._authorizer.restricts or head.listener == STEPS_LISTENER:
             return None
         return CallerAccess(self._authorizer, self._routing, self._subject_of(head), head)
 
-    def _subject_of(self, head: Head) -> Subject:
-        return self._identities.subject(head.headers, head.claims) if head.is_trusted else ANONYMOUS_SUBJECT
+    def _subject_of(self, head: RequestHead) -> Subject:
+        return self._identities.resolve_subject(head.headers, head.claims) if head.is_trusted else ANONYMOUS_SUBJECT
 
-    def check_head(self, head: Head) -> Api | ModelPath:
+    def check_head(self, head: RequestHead) -> Api | ModelPath:
         """Refuse what can be refused before the body is here. Where the path names the model, the body is not read."""
         api = APIS_BY_PATH.get(head.path)
         if api is None:
@@ -218,18 +218,18 @@ class RequestBuilder:
         if head.method != "POST":
             raise MethodNotAllowed(f"{head.path} takes POST, not {head.method[:20]}.")
         if not head.has_body:
-            raise no_body(api)
+            raise missing_body(api)
         return api
 
-    def strategy(self, *, server: str = "", pool: str | None = None) -> Callable[[Head, bytes], Arrival]:
+    def arrival_builder(self, *, server: str = "", pool: str | None = None) -> Callable[[RequestHead, bytes], Arrival]:
         """How requests of a gateway become arrivals: an HTTPRoute has chosen ``server``; or the gateway has a single
         ``pool``; or each goes by its model.
         """
         if server:
-            return partial(self.to_server, server)
-        return self.by_model if pool is None else partial(self.to_server, pool, is_pool=True)
+            return partial(self.build_for_server, server)
+        return self.build_by_model if pool is None else partial(self.build_for_server, pool, is_pool=True)
 
-    def reads_body(self, head: Head, server: str) -> bool:
+    def reads_body(self, head: RequestHead, server: str) -> bool:
         """Whether a request cannot be decided without its body. ``server``: that an HTTPRoute has chosen; empty: none
         has. Raises a Refusal.
         """
@@ -238,7 +238,7 @@ class RequestBuilder:
             return pool.spec.protocol not in UNREAD_PROTOCOLS
         return not server and isinstance(self.check_head(head), Api)
 
-    def by_model(self, head: Head, body: bytes) -> Arrival:
+    def build_by_model(self, head: RequestHead, body: bytes) -> Arrival:
         """A request whose ModelServer a ModelRoute chooses; raises a Refusal."""
         admitted = self.check_head(head)
         if isinstance(admitted, ModelPath):
@@ -249,20 +249,20 @@ class RequestBuilder:
             return self._routed(read_call(admitted, body), head, body)
         return self._routed(parse_body(admitted, body, head.headers), head, body)
 
-    def _by_path(self, path: ModelPath, head: Head) -> Arrival:
+    def _by_path(self, path: ModelPath, head: RequestHead) -> Arrival:
         """A request whose path names the model."""
         try:
             protocols = [api.spec.protocol for api in path.apis]
             candidates = self._candidates(path.model, protocols, head)
             targets, key_of = candidates.targets, partial(self._split_key, head)
             destination = self._serving(targets.draw(self._rng, key_of), targets, key_of)
-            request = path_request(path, destination.protocol)
+            request = request_by_path(path, destination.protocol)
             return self._arrival(request, destination, head, b"", candidates)
         except Refusal as refusal:
             refusal.model = path.model
             raise
 
-    def to_server(self, server: str, head: Head, body: bytes, *, is_pool: bool = False) -> Arrival:
+    def build_for_server(self, server: str, head: RequestHead, body: bytes, *, is_pool: bool = False) -> Arrival:
         """A request whose ModelServer its gateway has chosen, whatever its path and body; raises a Refusal.
 
         The model stays as the client wrote it. If a ModelRoute of the listener serves that model, its limits hold here,
@@ -287,7 +287,7 @@ class RequestBuilder:
             return self._routed(request, head, body)
         return self._direct(request, server, head, body)
 
-    def copy(self, head: Head, body: bytes) -> Arrival:
+    def build_mirror_copy(self, head: RequestHead, body: bytes) -> Arrival:
         """A copy of a request, to the ModelServer that its directive names; raises a Refusal. Nobody waits for its
         answer, and nobody is charged.
         """
@@ -309,10 +309,10 @@ class RequestBuilder:
         found = Arrival(request, destination, place, head, body, _NOBODY, salt)
         return found if overrides is None else _with_overrides(found)
 
-    def _to_other_protocol(self, server: str, spec: ModelServerSpec, head: Head, body: bytes) -> Arrival:
+    def _to_other_protocol(self, server: str, spec: ModelServerSpec, head: RequestHead, body: bytes) -> Arrival:
         """To engines whose model is named by the path, or by a message of gRPC; raises a Refusal."""
         protocol = spec.protocol
-        refuse_repository(spec.path_prefix + head.path)
+        refuse_repository_path(spec.path_prefix + head.path)
         refuse_repository_call(head.path)
         api = APIS_BY_CALL.get(head.path)
         if api is not None and api.spec.protocol == protocol:
@@ -322,13 +322,13 @@ class RequestBuilder:
         if path is None or protocol not in [api.spec.protocol for api in path.apis]:
             # engines know more paths than we do
             return self._unread(server, head, b"")
-        return self._direct(path_request(path, protocol), server, head, b"")
+        return self._direct(request_by_path(path, protocol), server, head, b"")
 
-    def usage_of(self, head: Head, refusal: Refusal) -> UsageContext | None:
+    def usage_of_refused(self, head: RequestHead, refusal: Refusal) -> UsageContext | None:
         """For the usage log: a request that was refused before it arrived; None if it asked for no inference."""
-        return usage_of_unread(head, self._subject_of(head), refusal)
+        return usage_of_unparsed(head, self._subject_of(head), refusal)
 
-    def elsewhere(self, arrival: Arrival, suits: Callable[[Pool], bool] = lambda _: True) -> Arrival | None:
+    def move_to_other_server(self, arrival: Arrival, suits: Callable[[Pool], bool] = lambda _: True) -> Arrival | None:
         """The same request at a ModelServer of its rule that has engines and ``suits``; None: there is none.
 
         Its route, rule and weights are those of the configuration in use.
@@ -343,7 +343,7 @@ class RequestBuilder:
             return None
         try:
             candidates = self._candidates_of(arrival)
-            targets = None if candidates is None else candidates.targets.among(may_take)
+            targets = None if candidates is None else candidates.targets.filtered(may_take)
             if targets is None:
                 return None
             drawn = targets.draw(self._rng, partial(self._split_key, arrival.head))
@@ -352,7 +352,7 @@ class RequestBuilder:
             # its route has left, or its caller may not use the other server: it stays where it is
             return None
 
-    def tiers_of(self, arrival: Arrival) -> Iterator[Arrival]:
+    def arrivals_at_tiers(self, arrival: Arrival) -> Iterator[Arrival]:
         """The same request at each ModelServer of its rule that has engines and that its caller may use."""
         try:
             candidates = self._candidates_of(arrival)
@@ -367,11 +367,11 @@ class RequestBuilder:
                     # a field of it is not allowed there
                     continue
 
-    def at(self, arrival: Arrival, to: Destination) -> Arrival:
+    def move_to_fallback(self, arrival: Arrival, to: Destination) -> Arrival:
         """The same request at a fallback of its rule, where it stays; raises a Refusal."""
         access = self._access_of(arrival.head)
-        if access is not None and not access.may(arrival.request.model, to):
-            raise not_allowed(arrival.request.model)
+        if access is not None and not access.may_use(arrival.request.model, to):
+            raise model_not_allowed(arrival.request.model)
         return self._moved(arrival, None, to)
 
     def _candidates_of(self, arrival: Arrival) -> Candidates | None:
@@ -408,7 +408,7 @@ class RequestBuilder:
         salt = self._isolation.salt(request, spec, arrival.caller, arrival.head.headers)
         return msgspec.structs.replace(arrival, request=request, body=body, cache_salt=salt, is_changed=True)
 
-    def _unread(self, server: str, head: Head, body: bytes) -> Arrival:
+    def _unread(self, server: str, head: RequestHead, body: bytes) -> Arrival:
         """A request of no known API: its body is only searched for steering fields; raises a Refusal."""
         request = InferenceRequest(
             None,
@@ -417,13 +417,13 @@ class RequestBuilder:
             is_streamed=False,
             stream_options={},
             max_output_tokens=None,
-            internal_fields=steering_of_unread(body),
+            internal_fields=steering_fields_of_unread(body),
         )
         return self._direct(request, server, head, body)
 
-    def _routed(self, request: InferenceRequest, head: Head, body: bytes) -> Arrival:
+    def _routed(self, request: InferenceRequest, head: RequestHead, body: bytes) -> Arrival:
         if not request.model:
-            raise no_model()
+            raise missing_model()
         try:
             protocols = (_protocol_of(request),)
             candidates = self._candidates(request.model, protocols, head, request, body)
@@ -438,7 +438,7 @@ class RequestBuilder:
         self,
         model: str,
         protocols: Collection[str],
-        head: Head,
+        head: RequestHead,
         request: InferenceRequest | None = None,
         body: bytes = b"",
     ) -> Candidates:
@@ -449,24 +449,24 @@ class RequestBuilder:
         try:
             targets = self._routing.targets(model, head.headers, head.path, request, body, listener=head.listener)
         except UnknownModel:
-            if caller_access is None or caller_access.may_see(model):
+            if caller_access is None or caller_access.may_see_missing(model):
                 raise
-            raise not_allowed(model) from None
+            raise model_not_allowed(model) from None
         if caller_access is not None:
-            may_use = targets.among(partial(caller_access.may, model))
+            may_use = targets.filtered(partial(caller_access.may_use, model))
             if may_use is None:
-                raise not_allowed(model)
+                raise model_not_allowed(model)
             targets = may_use
-        speaking = targets.of_protocols(protocols)
+        speaking = targets.with_protocols(protocols)
         if speaking is None:
             raise wrong_protocol(model, targets.destinations[0].protocol, head.path)
         return Candidates(self._routing, speaking)
 
-    def protocols_of(self, model: str, head: Head) -> frozenset[str]:
+    def protocols_of(self, model: str, head: RequestHead) -> frozenset[str]:
         """Those of the ModelServers that the caller's requests for ``model`` may come to; empty: there are none."""
         return frozenset(one.protocol for one in self._open_destinations(model, head))
 
-    def is_ready(self, model: str, protocol: str, head: Head, now: float) -> bool:
+    def is_ready(self, model: str, protocol: str, head: RequestHead, now: float) -> bool:
         """Whether an engine could serve the caller's requests for ``model`` now. Of several rules with the protocol the
         one counts that takes the probe's path: an explainer makes no predictions.
         """
@@ -481,22 +481,22 @@ class RequestBuilder:
             if (pool := self.pools.get(one.server)) is not None
         )
 
-    def is_on_demand(self, model: str, head: Head) -> bool:
+    def is_on_demand(self, model: str, head: RequestHead) -> bool:
         """Whether a request for ``model`` has an engine load it."""
         pools = [(self.pools.get(one.server), one.model) for one in self._open_destinations(model, head)]
         return any(pool is not None and pool.slots is not None and name in pool.slots.sources for pool, name in pools)
 
-    def has_ready(self, protocol: str, now: float) -> bool:
+    def has_ready_engine(self, protocol: str, now: float) -> bool:
         """Whether an engine of some model of ``protocol`` could serve a request now."""
         return any(pool.spec.protocol == protocol and pool.is_ready(now) for pool in self.pools.values())
 
-    def _open_destinations(self, model: str, head: Head) -> Iterator[Destination]:
+    def _open_destinations(self, model: str, head: RequestHead) -> Iterator[Destination]:
         caller_access = self._access_of(head)
         for one in self._routing.destinations(model, head.listener):
-            if caller_access is None or caller_access.may(model, one):
+            if caller_access is None or caller_access.may_use(model, one):
                 yield one
 
-    def _split_key(self, head: Head, sticky: StickySplit) -> bytes:
+    def _split_key(self, head: RequestHead, sticky: StickySplit) -> bytes:
         """By which the targets are split; empty: the request is drawn by itself."""
         subject = self._subject_of(head)
         return sticky.key_of(head.headers, subject.tenant, subject.user)
@@ -511,13 +511,13 @@ class RequestBuilder:
         pool = self.pools.get(drawn.server)
         if pool is not None and api is not None and not _takes(pool.spec, api):
             for suits in (_takes, _engine_api):
-                others = targets.among(partial(self._suits, api, suits))
+                others = targets.filtered(partial(self._suits, api, suits))
                 if others is not None:
                     return self._serving(others.draw(self._rng, key_of), others, key_of)
             return drawn
         if pool is None or pool.spec.activation is None or pool.readiness.can_serve:
             return drawn
-        with_engines = targets.among(self._has_engines)
+        with_engines = targets.filtered(self._has_engines)
         return drawn if with_engines is None else with_engines.draw(self._rng, key_of)
 
     def _suits(self, api: Api, suits: Callable[[ModelServerSpec, Api], object], destination: Destination) -> bool:
@@ -527,7 +527,7 @@ class RequestBuilder:
         pool = self.pools.get(destination.server)
         return pool is not None and pool.readiness.can_serve
 
-    def _direct(self, request: InferenceRequest, server: str, head: Head, body: bytes) -> Arrival:
+    def _direct(self, request: InferenceRequest, server: str, head: RequestHead, body: bytes) -> Arrival:
         """To the ModelServer that the gateway names, under the model name that the client requests; raises a Refusal.
 
         If a ModelRoute of the listener serves that name, its limits and policies hold here, too.
@@ -542,8 +542,8 @@ class RequestBuilder:
         destination = Destination(server, asked, route, base_model)
         model = None if request.api is None else request.model
         try:
-            if caller_access is not None and not caller_access.may(model, destination):
-                raise not_allowed(model)
+            if caller_access is not None and not caller_access.may_use(model, destination):
+                raise model_not_allowed(model)
             return self._arrival(request, destination, head, body)
         except Refusal as refusal:
             refusal.model = request.model
@@ -553,21 +553,27 @@ class RequestBuilder:
         self,
         request: InferenceRequest,
         destination: Destination,
-        head: Head,
+        head: RequestHead,
         body: bytes,
         candidates: Candidates | None = None,
     ) -> Arrival:
         """Of a request that its caller may make; raises a Refusal."""
         caller = ANONYMOUS_CALLER
         if head.is_trusted:
-            caller = self._identities.caller(head.headers, server=destination.server)
+            caller = self._identities.resolve_caller(head.headers, server=destination.server)
         may_translate = candidates is not None
         pool, salt, engine_api = self._place(request, destination, head, caller, may_translate=may_translate)
         found = Arrival(request, destination, pool, head, body, caller, salt, candidates, engine_api=engine_api)
         return found if destination.overrides is None else _with_overrides(found)
 
     def _place(
-        self, request: InferenceRequest, destination: Destination, head: Head, caller: Caller, *, may_translate: bool
+        self,
+        request: InferenceRequest,
+        destination: Destination,
+        head: RequestHead,
+        caller: Caller,
+        *,
+        may_translate: bool,
     ) -> tuple[Pool, str | None, Api | None]:
         """The pool of the destination, and there the request's cache salt and the API to which it is translated, None
         for its own; raises a Refusal. ``may_translate``: the ModelServer was chosen here.
@@ -583,7 +589,7 @@ class RequestBuilder:
         if not _takes(pool.spec, request.api):
             to = _engine_api(pool.spec, request.api) if may_translate else None
             if to is None:
-                raise not_served(request, pool.spec, head)
+                raise api_not_served(request, pool.spec, head)
         salt = None
         if self._isolation.is_on or request.cache_salt is not None:
             salt = self._isolation.salt(request, pool.spec, caller, head.headers)
@@ -594,7 +600,7 @@ def _with_overrides(arrival: Arrival) -> Arrival:
     """The request as its destination is to have it, in place of one that another destination had; raises a Refusal."""
     restored = _with_fields(arrival, arrival.replaced)
     overrides = arrival.destination.overrides
-    changes = {} if overrides is None else changes_by(overrides, restored.request, restored.body)
+    changes = {} if overrides is None else override_changes(overrides, restored.request, restored.body)
     given = fields_of(restored.body, restored.request.contents) if changes else {}
     # copies: a view would keep the whole body
     replaced = {name: msgspec.Raw(bytes(given[name])) if name in given else None for name in changes}
@@ -622,10 +628,10 @@ def _takes(spec: ModelServerSpec, api: Api | None) -> bool:
 
 
 def _engine_api(spec: ModelServerSpec, api: Api | None) -> Api | None:
-    return engine_api(api, spec.apis or ()) if spec.translates else None
+    return engine_api(api, spec.apis or ()) if spec.accepts_translated else None
 
 
-def not_served(request: InferenceRequest, spec: ModelServerSpec, head: Head) -> UnknownPath:
+def api_not_served(request: InferenceRequest, spec: ModelServerSpec, head: RequestHead) -> UnknownPath:
     """The refusal of a request of an API that its ModelServer does not have."""
     return UnknownPath(
         f"'{request.model[:_SHOWN_CHARACTERS]}' is not served under {head.path[:_SHOWN_CHARACTERS]};"
@@ -637,7 +643,7 @@ def _protocol_of(request: InferenceRequest) -> str:
     return "OpenAI" if request.api is None else request.api.spec.protocol
 
 
-def refuse_repository(path: str) -> None:
+def refuse_repository_path(path: str) -> None:
     """Raise RepositoryRefused for the verbs by which engines load and unload models, which the controller does."""
     # an engine decodes the path once
     if _REPOSITORY.search(unquote(path)):
@@ -657,7 +663,7 @@ def rewritten_model(rewrites: Sequence[ModelRewrite], model: str, rng: random.Ra
     return drawn.model
 
 
-def _model_asked_of_engine(request: InferenceRequest, head: Head) -> str:
+def _model_asked_of_engine(request: InferenceRequest, head: RequestHead) -> str:
     """Where no ModelRoute decides: what a trusted gateway writes, else what the client asks for."""
     if head.is_trusted and request.api is not None:
         return next((head.headers[name] for name in MODEL_REWRITES if head.headers.get(name)), request.model)

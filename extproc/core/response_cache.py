@@ -19,12 +19,12 @@ from urllib.parse import quote
 
 import msgspec
 
-from extproc.core.dispatch import changed_body, changes_for
+from extproc.core.dispatch import body_changes, changed_body
 from extproc.core.effects import CacheLookup
-from extproc.core.record import ToStore
+from extproc.core.request_record import AnswerToStore
 from extproc.errors import NotCached, StoredAnswer
-from extproc.protocol import Api
-from extproc.request.rewrite import fields_of
+from extproc.request.json_rewrite import fields_of
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
     import random
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from extproc.api.response_cache import ResponseCache
     from extproc.api.snapshot import Snapshot
-    from extproc.core.record import Arrival, Attachment
+    from extproc.core.request_record import Arrival, GatewayProperties
 
 Kind = Literal["json", "stream"]
 # Why a request of a route with a cache is not looked up.
@@ -65,7 +65,7 @@ _numbers: Final = msgspec.json.Decoder(float)
 _counts: Final = msgspec.json.Decoder(int | None)
 
 
-class Directives(msgspec.Struct, frozen=True):
+class CacheControl(msgspec.Struct, frozen=True):
     """What a client asks of the cache. ``max_age_s``: the oldest answer that it takes; None: any."""
 
     reads: bool = True
@@ -74,9 +74,9 @@ class Directives(msgspec.Struct, frozen=True):
     max_age_s: int | None = None
 
 
-def directives_in(text: str) -> Directives:
+def parse_cache_control(text: str) -> CacheControl:
     """Of a ``cache-control`` header; what is unknown or malformed has no effect, but a max-age of no number is 0."""
-    found = Directives()
+    found = CacheControl()
     for part in text.lower().split(",") if text else ():
         name, _, value = part.strip().partition("=")
         match name.strip():
@@ -93,7 +93,7 @@ def directives_in(text: str) -> Directives:
     return found
 
 
-class Key(msgspec.Struct, frozen=True):
+class CacheKey(msgspec.Struct, frozen=True):
     """``scope``: the beginning of ``text``: whose answers they are."""
 
     scope: str
@@ -129,7 +129,7 @@ def _runs_tools(value: bytes) -> bool:
         return True
 
 
-def bypass_of(api: Api | None, fields: Mapping[str, msgspec.Raw], spec: ResponseCache) -> Bypass | None:
+def bypass_reason(api: Api | None, fields: Mapping[str, msgspec.Raw], spec: ResponseCache) -> Bypass | None:
     """Why a request with these top-level fields is not looked up; None: it is."""
     if api in _DETERMINISTIC:
         return None
@@ -145,7 +145,7 @@ def bypass_of(api: Api | None, fields: Mapping[str, msgspec.Raw], spec: Response
     return "tools" if "tools" in given and _runs_tools(given["tools"]) else None
 
 
-def key_of(arrival: Arrival, fields: Mapping[str, msgspec.Raw], spec: ResponseCache) -> Key:
+def cache_key(arrival: Arrival, fields: Mapping[str, msgspec.Raw], spec: ResponseCache) -> CacheKey:
     """``fields``: the top-level fields of the body as its engine gets it. Their values are taken byte for byte: two
     texts of one JSON value are two keys, and no reader of JSON can take two values for one.
     """
@@ -180,7 +180,7 @@ def key_of(arrival: Arrival, fields: Mapping[str, msgspec.Raw], spec: ResponseCa
         head.headers.get(":path", "").partition("?")[2],
         digest.hexdigest(),
     )
-    return Key(scope, ":".join((scope, *_quoted(rest))))
+    return CacheKey(scope, ":".join((scope, *_quoted(rest))))
 
 
 def _scope(route: str, generation: int, *whose: str) -> str:
@@ -216,7 +216,7 @@ class AnswerStore:
     def __len__(self) -> int:
         return sum(map(len, self._scopes.values()))
 
-    def get(self, key: Key, now: float) -> _Stored | None:
+    def get(self, key: CacheKey, now: float) -> _Stored | None:
         """The answer, which counts as used now."""
         answers = self._scopes.get(key.scope)
         found = None if answers is None else answers.get(key.text)
@@ -228,7 +228,7 @@ class AnswerStore:
         answers.move_to_end(key.text)
         return found
 
-    def put(self, key: Key, kind: Kind, body: bytes, *, now: float, ttl_s: float) -> bool:
+    def put(self, key: CacheKey, kind: Kind, body: bytes, *, now: float, ttl_s: float) -> bool:
         """Keep an answer, in place of any under its key; False: it is larger than the store."""
         size = len(body) + len(key.text) + len(key.scope) + OVERHEAD_BYTES
         if size > self.most_bytes:
@@ -275,7 +275,7 @@ class AnswerStore:
             heapq.heappop(self._largest)
 
 
-class Awaited(msgspec.Struct, frozen=True):
+class AwaitedAnswer(msgspec.Struct, frozen=True):
     """What becomes of the answer to a request of ``route`` that was not found. ``revisions``: of the engines of
     ``server`` at that time.
     """
@@ -283,7 +283,7 @@ class Awaited(msgspec.Struct, frozen=True):
     route: str
     server: str
     revisions: str
-    key: Key
+    key: CacheKey
     ttl_s: float
     most_bytes: int
     api: Api
@@ -298,7 +298,7 @@ class ResponseCaches:
         # by the key of the ModelRoute
         self._specs: dict[str, ResponseCache] = {}
         # by ticket, oldest first
-        self._awaited: OrderedDict[str, Awaited] = OrderedDict()
+        self._awaited: OrderedDict[str, AwaitedAnswer] = OrderedDict()
 
     @property
     def needs_callers(self) -> bool:
@@ -313,8 +313,8 @@ class ResponseCaches:
             self.store.drop_unreachable({route: spec.generation for route, spec in found.items()})
 
     def find(
-        self, arrival: Arrival, attachment: Attachment, ticket: str, now: float
-    ) -> tuple[CacheLookup, ToStore | None] | None:
+        self, arrival: Arrival, attachment: GatewayProperties, ticket: str, now: float
+    ) -> tuple[CacheLookup, AnswerToStore | None] | None:
         """What was found, and what to do with the answer; None: the route has no cache.
 
         Raises StoredAnswer if it is here, and NotCached if it is not and the client wants no other.
@@ -323,7 +323,7 @@ class ResponseCaches:
         if spec is None or not attachment.is_bundle:
             return None
         route = arrival.destination.route
-        asked = directives_in(arrival.head.headers.get("cache-control", ""))
+        asked = parse_cache_control(arrival.head.headers.get("cache-control", ""))
         key, why = self._key_of(arrival, attachment, spec)
         if not why and not asked.stores:
             why = "no_store"
@@ -339,34 +339,34 @@ class ResponseCaches:
             return CacheLookup(route, "bypass", why), None
         server, revisions = arrival.destination.server, arrival.pool.revisions
         most_bytes = int(spec.max_answer_bytes)
-        self._awaited[ticket] = Awaited(route, server, revisions, key, float(spec.ttl), most_bytes, api)
+        self._awaited[ticket] = AwaitedAnswer(route, server, revisions, key, float(spec.ttl), most_bytes, api)
         if len(self._awaited) > _MOST_AWAITED:
             self._awaited.popitem(last=False)
-        return CacheLookup(route, "miss"), ToStore(server, arrival.destination.model, most_bytes)
+        return CacheLookup(route, "miss"), AnswerToStore(server, arrival.destination.model, most_bytes)
 
     @staticmethod
-    def _key_of(arrival: Arrival, attachment: Attachment, spec: ResponseCache) -> tuple[Key | None, str]:
+    def _key_of(arrival: Arrival, attachment: GatewayProperties, spec: ResponseCache) -> tuple[CacheKey | None, str]:
         request = arrival.request
         if request.api not in _SAMPLED and request.api not in _DETERMINISTIC:
             return None, "api"
         if len(arrival.body) > spec.max_request_bytes:
             return None, "size"
-        body = changed_body(arrival, changes_for(arrival, attachment)) or arrival.body
+        body = changed_body(arrival, body_changes(arrival, attachment)) or arrival.body
         fields = fields_of(body)
-        why = bypass_of(request.api, fields, spec)
-        return (key_of(arrival, fields, spec), "") if why is None else (None, why)
+        why = bypass_reason(request.api, fields, spec)
+        return (cache_key(arrival, fields, spec), "") if why is None else (None, why)
 
-    def pop_awaited(self, ticket: str) -> Awaited | None:
+    def pop_awaited(self, ticket: str) -> AwaitedAnswer | None:
         """Of a request of this process whose answer is here, once."""
         return self._awaited.pop(ticket, None)
 
-    def keep_own_answer(self, awaited: Awaited, kind: Kind, body: bytes, now: float) -> bool:
+    def store_own_answer(self, awaited: AwaitedAnswer, kind: Kind, body: bytes, now: float) -> bool:
         """Keep the answer if it is whole; returns whether it is kept."""
-        if len(body) > awaited.most_bytes or not is_whole(awaited.api, kind, body):
+        if len(body) > awaited.most_bytes or not is_complete_answer(awaited.api, kind, body):
             return False
-        return self.keep_answer(awaited.key, kind, body, now=now, ttl_s=awaited.ttl_s)
+        return self.store_answer(awaited.key, kind, body, now=now, ttl_s=awaited.ttl_s)
 
-    def keep_answer(self, key: Key, kind: Kind, body: bytes, *, now: float, ttl_s: float) -> bool:
+    def store_answer(self, key: CacheKey, kind: Kind, body: bytes, *, now: float, ttl_s: float) -> bool:
         """Keep a whole answer, for a time that differs a little, so that what came together does not end together."""
         # another process may send what no route here finds
         return bool(self._specs) and self.store.put(key, kind, body, now=now, ttl_s=ttl_s * self._rng.uniform(0.9, 1.1))
@@ -407,7 +407,7 @@ _answers: Final = msgspec.json.Decoder(_Answer)
 _events: Final = msgspec.json.Decoder(_Event)
 
 
-def is_whole(api: Api, kind: Kind, body: bytes) -> bool:
+def is_complete_answer(api: Api, kind: Kind, body: bytes) -> bool:
     """Whether an answer has come to its end by itself, without an error: only such a one is sent again."""
     try:
         if kind == "stream":

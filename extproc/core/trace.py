@@ -35,7 +35,7 @@ class TraceParent(msgspec.Struct, frozen=True):
     span_id: str
 
 
-class Step(msgspec.Struct, frozen=True):
+class TraceStep(msgspec.Struct, frozen=True):
     """A span within a decision. Times are the core's."""
 
     name: str
@@ -55,21 +55,21 @@ class Trace(msgspec.Struct):
     ticket: str = ""
     error: str = ""
     ended_s: float = 0.0
-    steps: list[Step] = msgspec.field(default_factory=list)
+    steps: list[TraceStep] = msgspec.field(default_factory=list)
     _name: str = ""
     _since_s: float = 0.0
 
-    def enter(self, state: State, now: float) -> None:
+    def enter_state(self, state: State, now: float) -> None:
         """The request has come into ``state``."""
         self.start_step(_STEPS.get(state, ""), now)
 
     def start_step(self, name: str, now: float) -> None:
         """The step before has ended, and the one of this name begins; empty: none."""
         if self._name and len(self.steps) < _MOST_STEPS:
-            self.steps.append(Step(self._name, self._since_s, now))
+            self.steps.append(TraceStep(self._name, self._since_s, now))
         self._name, self._since_s = name, now
 
-    def decided(self, attributes: Attributes, tags: Mapping[str, str | int], now: float) -> None:
+    def on_decision(self, attributes: Attributes, tags: Mapping[str, str | int], now: float) -> None:
         """The request has an endpoint. ``attributes``: of the pick. ``tags``: what the decision adds."""
         self.start_step("", now)
         if self.steps and self.steps[-1].name == _PICK:
@@ -77,14 +77,14 @@ class Trace(msgspec.Struct):
         self.tags = {**self.tags, **tags}
         self.ended_s = now
 
-    def refused(self, error: str, now: float) -> None:
+    def on_refusal(self, error: str, now: float) -> None:
         """No engine gets the request. ``error``: why, as a code; empty: it was answered without one."""
         self.start_step("", now)
         self.tags = {**self.tags, "queue_ms": round(1000 * (now - self.started_s))}
         self.error, self.ended_s = error, now
 
 
-def parent_of(metadata: Iterable[tuple[str, str]]) -> TraceParent | None:
+def parse_trace_parent(metadata: Iterable[tuple[str, str]]) -> TraceParent | None:
     """The gateway's span, out of the metadata of its stream; None: the request is not sampled."""
     for name, value in metadata:
         if name == "traceparent":

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from extproc.core.effects import Decision
     from extproc.core.explanation import Explanation
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
     from extproc.core.trace import Attributes, AttributeValue
 
 _MOST_SCORES: Final = 3
@@ -23,7 +23,7 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def tags_of(arrival: Arrival) -> dict[str, str | int]:
+def request_tags(arrival: Arrival) -> dict[str, str | int]:
     """Of the gateway's spans, as they are before a decision."""
     request, destination = arrival.request, arrival.destination
     api = "" if request.api is None else request.api.name.lower()
@@ -53,8 +53,8 @@ def pick_attributes(decision: Decision) -> Attributes:
         "attache.pick.input_tokens": round(assignment.input_tokens),
         "attache.pick.cached_tokens": round(assignment.cached_tokens),
     }
-    if decision.prefilled_by:
-        found["attache.pick.prefill"] = decision.prefilled_by
+    if decision.prefill_address:
+        found["attache.pick.prefill"] = decision.prefill_address
     if decision.history.explanation is not None and (scores := best_scores(decision.history.explanation)):
         found["attache.pick.best"] = scores
     return found

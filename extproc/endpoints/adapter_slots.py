@@ -33,7 +33,7 @@ LEAVING_S: Final = 0.5
 Change = Literal["loading", "loaded", "closed", "gone"]
 
 
-def slots_for(spec: ModelServerSpec, table: EndpointTable, known: AdapterSlots | None) -> AdapterSlots | None:
+def make_adapter_slots(spec: ModelServerSpec, table: EndpointTable, known: AdapterSlots | None) -> AdapterSlots | None:
     """By the configuration; the state of adapters stays. None: there are none on demand."""
     loading = spec.adapter_loading
     if loading is None:
@@ -98,7 +98,7 @@ class AdapterSlots:
                 del column[key]
         self._learned.pop(row, None)
 
-    def drop(self, row: int) -> None:
+    def drop_row(self, row: int) -> None:
         """The row is another endpoint's from now on."""
         self.forget(row)
         for key in [key for key in self._in_flight if key[0] == row]:
@@ -117,7 +117,7 @@ class AdapterSlots:
         for key in [key for key, one in self._changed.items() if now - one.at_s > LIST_AGE_S]:
             del self._changed[key]
 
-    def has(self, adapter: str) -> Bools:
+    def rows_with(self, adapter: str) -> Bools:
         """The rows whose engine has the adapter and takes requests for it."""
         loras = self._table.loras
         found: Bools = self._table.is_active & self._table.cached_column(
@@ -129,7 +129,7 @@ class AdapterSlots:
                 found[row] = False
         return found
 
-    def are_unread(self, rows: Iterable[int], now: float) -> bool:
+    def has_unread_rows(self, rows: Iterable[int], now: float) -> bool:
         """Whether one of these engines may have adapters that are not known yet, as this process has just started."""
         if self._first_asked_at_s is None:
             self._first_asked_at_s = now
@@ -158,18 +158,18 @@ class AdapterSlots:
         """Whether the engine has it, closed or not."""
         return adapter in self._served(row)
 
-    def loads_at(self, row: int) -> int:
+    def loading_count(self, row: int) -> int:
         """How many adapters are being loaded there."""
         return sum(1 for at, _ in self._loading if at == row)
 
-    def size(self, adapter: str) -> int:
+    def adapter_size(self, adapter: str) -> int:
         """What it takes of an engine, in the unit of ``free_slots``."""
         return 1 if self.memory is None else self.sizes.get(adapter, 0)
 
     def free_slots(self, row: int) -> float:
         """How many more adapters fit, or how many bytes of them; infinite if that is not known."""
         slots = self.memory or self.slots or self._table.loras[row].max_active or self._learned.get(row)
-        return math.inf if slots is None else slots - sum(map(self.size, self.adapters_held(row)))
+        return math.inf if slots is None else slots - sum(map(self.adapter_size, self.adapters_held(row)))
 
     def removable(self, row: int) -> Iterator[str]:
         """Adapters there that can be loaded again, are not pinned or being loaded, and take requests."""
@@ -218,7 +218,7 @@ class AdapterSlots:
         if not self._in_flight[key]:
             del self._in_flight[key]
 
-    def change(self, row: int, adapter: str, change: Change, now: float, *, is_ours: bool) -> None:
+    def record_change(self, row: int, adapter: str, change: Change, now: float, *, is_ours: bool) -> None:
         """Record the load or unload of an adapter. ``is_ours``: by this process, which will record its end."""
         key = row, adapter
         if change in {"loading", "closed"}:
@@ -240,7 +240,7 @@ class AdapterSlots:
         there = {one for one, is_there in recent.items() if is_there}
         return frozenset((models | there) - (recent.keys() - there))
 
-    def is_full(self, row: int) -> None:
+    def mark_full(self, row: int) -> None:
         """The engine refused another adapter because its slots are full, and does not report how many it has."""
         held = len(self.adapters_held(row))
         if held:

@@ -74,7 +74,7 @@ class BreakerState(enum.IntEnum):
         return self.name.lower().replace("_", "-")
 
 
-class Pass(msgspec.Struct, frozen=True, array_like=True):
+class BreakerPass(msgspec.Struct, frozen=True, array_like=True):
     """With what a request has passed a breaker. ``generation``: the breaker's then, -1 if it is not known.
     ``ticket``: of the request if it is a probe, else empty.
     """
@@ -83,9 +83,9 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     ticket: str = ""
 
 
-UNKNOWN_PASS: Final = Pass()
+UNKNOWN_PASS: Final = BreakerPass()
 # Of a breaker that has never changed.
-FIRST_PASS: Final = Pass(0)
+FIRST_PASS: Final = BreakerPass(0)
 
 
 class Breaker(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +112,7 @@ class Breaker(msgspec.Struct, frozen=True, array_like=True):
             return BreakerState.CLOSED
         return BreakerState.OPEN if now < self.reopen_at_s else BreakerState.HALF_OPEN
 
-    def share(self, now: float) -> float:
+    def passing_share(self, now: float) -> float:
         """Of the requests, the part that it lets through beside the probe."""
         match self.state(now):
             case BreakerState.CLOSED:
@@ -122,11 +122,11 @@ class Breaker(msgspec.Struct, frozen=True, array_like=True):
             case BreakerState.OPEN:
                 return 0.0
 
-    def is_settled(self, now: float) -> bool:
+    def is_steadily_closed(self, now: float) -> bool:
         """Whether it lets all requests through, and will until something happens."""
         return not self.trips and now >= self.changed_at_s + SLOW_START_S and now >= self.not_before_s
 
-    def is_current(self, passed: Pass, sent_at_s: float) -> bool:
+    def is_current(self, passed: BreakerPass, sent_at_s: float) -> bool:
         """Whether the result of a request may change anything. Without its generation, the time must do."""
         if passed.generation < 0:
             return sent_at_s >= self.changed_at_s
@@ -197,7 +197,7 @@ class Breaker(msgspec.Struct, frozen=True, array_like=True):
         until_s = now + min(_LONGEST_WAIT_S, max(0.0, seconds))
         return self if until_s <= self.not_before_s else msgspec.structs.replace(self, not_before_s=until_s)
 
-    def moved(self, by_s: float) -> Breaker:
+    def shifted(self, by_s: float) -> Breaker:
         """The same by another clock."""
         return Breaker(
             self.generation,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.ledger import reconcile_backlog
+from extproc.endpoints.in_flight import reconcile_backlog
 from extproc.endpoints.table import FRESH_S
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def estimated_load(table: EndpointTable, now: float) -> Floats:
     return load
 
 
-def estimated_foreign(table: EndpointTable, now: float) -> Floats:
+def estimated_requests_of_others(table: EndpointTable, now: float) -> Floats:
     """Estimated requests that we did not send, by row: another gateway's, or our own before a restart."""
     surplus = np.maximum(table.waiting + table.running - table.in_flight_at_report, 0.0)
     estimate: Floats = report_trust(table, now) * surplus

@@ -77,7 +77,7 @@ class EndpointHealth(msgspec.Struct):
         """Its answers fail more than the others'."""
         return bool(self.reasons)
 
-    def count(self, tenant: str, *, has_failed: bool) -> None:
+    def count_answer(self, tenant: str, *, has_failed: bool) -> None:
         """Take one more answer, to a request of ``tenant``."""
         self.answers = self.answers * _KEPT + 1
         self.failed = self.failed * _KEPT + has_failed
@@ -88,13 +88,13 @@ class EndpointHealth(msgspec.Struct):
         """It refuses a request, and it is not known whether the others would: have them asked for a while."""
         self.checks_refusals_until_s = now + _CHECKS_REFUSALS_S
 
-    def believes_refusal(self, tenant: str, request: int) -> bool:
+    def accept_refusal(self, tenant: str, request: int) -> bool:
         """Whether a refusal that no other endpoint could check says something of the endpoint, and not of the request
         alone; it is remembered then. ``request``: a hash of its prompt.
         """
-        return not self.is_repeated(request) and self.believes(tenant)
+        return not self.is_repeated(request) and self.accept_failure(tenant)
 
-    def believes(self, tenant: str) -> bool:
+    def accept_failure(self, tenant: str) -> bool:
         """Whether a failure that ``tenant`` met counts; it is remembered then.
 
         A tenant has one voice: its failures count no more than all that others met, and one. But where nobody else

@@ -40,14 +40,14 @@ _HALF: Final = 0.5
 def record_good_answer(table: EndpointTable, row: int, *, now: float, tenant: str = "") -> None:
     """Count a whole answer."""
     health = table.healths[row]
-    health.count(tenant, has_failed=False)
+    health.count_answer(tenant, has_failed=False)
     health.served_at_s = now
 
 
 def record_bad_answer(table: EndpointTable, row: int, failure: EngineFailure, *, tenant: str = "") -> bool:
     """Count a failure; whether to report it: the endpoint became a suspect, or fails in a new way."""
     health = table.healths[row]
-    health.count(tenant, has_failed=True)
+    health.count_answer(tenant, has_failed=True)
     if failure in health.reasons or not (health.is_suspect or _fails_more_than_others(table, row)):
         return False
     health.reasons.add(failure)
@@ -56,7 +56,7 @@ def record_bad_answer(table: EndpointTable, row: int, failure: EngineFailure, *,
 
 def mostly_fails(health: EndpointHealth) -> bool:
     """Whether most of the answers were failures, beyond chance."""
-    return share_bounds(health.failed, health.answers)[0] > _HALF
+    return wilson_bounds(health.failed, health.answers)[0] > _HALF
 
 
 def _fails_more_than_others(table: EndpointTable, row: int) -> bool:
@@ -68,12 +68,12 @@ def _fails_more_than_others(table: EndpointTable, row: int) -> bool:
     suspects = 1 + sum(one.is_suspect for one in others)
     if answers < _MIN_ANSWERS or 2 * suspects > 1 + len(others):
         return False
-    _, usual = share_bounds(sum(one.failed for one in others), answers)
-    least, _ = share_bounds(own.failed, own.answers)
+    _, usual = wilson_bounds(sum(one.failed for one in others), answers)
+    least, _ = wilson_bounds(own.failed, own.answers)
     return least > usual
 
 
-def share_bounds(failed: float, answers: float) -> tuple[float, float]:
+def wilson_bounds(failed: float, answers: float) -> tuple[float, float]:
     """The Wilson score bounds of a share; 0 and 1 without answers."""
     if not answers:
         return 0.0, 1.0

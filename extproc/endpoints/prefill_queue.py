@@ -71,7 +71,7 @@ class PrefillQueue:
                     self._ahead += 1
                 return
 
-    def first_token(self, number: int) -> None:
+    def on_first_token(self, number: int) -> None:
         """Remove a request that has received its first token, and all before it."""
         while self.requests and self.requests[0].number <= number:
             self._take()

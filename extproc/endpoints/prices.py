@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.pricing import NO_PRICES, HourlyPrice, Price, PriceList, Rates, named_price
+from extproc.api.pricing import NO_PRICES, HourlyPrice, Price, PriceList, Rates, price_with_id
 from extproc.endpoints.table import INITIAL_PREFILL_RATE
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _ASSUMED_TPOT_S: Final = 0.05
 _WEIGHT: Final = 0.2
 
 
-class SavedPrice(msgspec.Struct, frozen=True):
+class DerivedPrice(msgspec.Struct, frozen=True):
     """The price that was derived last, and from what."""
 
     hourly: HourlyPrice
@@ -62,20 +62,20 @@ class Prices:
         self._derive_at_s = 0.0
         self._running = 0.0
         # of an earlier process
-        self.saved: SavedPrice | None = None
+        self.saved: DerivedPrice | None = None
 
     @property
-    def last(self) -> SavedPrice | None:
+    def last_derived(self) -> DerivedPrice | None:
         """The one that was derived last."""
         if self._derived is None or self._derived_from is None:
             return self.saved
-        return SavedPrice(self._derived_from, self._derived)
+        return DerivedPrice(self._derived_from, self._derived)
 
-    def at(self, wall_s: float, table: EndpointTable, stages: Callable[[], Stages | None]) -> Price | None:
+    def price_at(self, wall_s: float, table: EndpointTable, stages: Callable[[], Stages | None]) -> Price | None:
         """The price in force; None if there is none. ``table``: of the engines. ``stages``: the rows that prefill,
         those that decode, and the group of each row; None: every engine does both.
         """
-        found = self.list.at(wall_s)
+        found = self.list.price_at(wall_s)
         if not isinstance(found, HourlyPrice):
             return found
         if found is not self._derived_from or not self._derive_at_s > wall_s > self._derive_at_s - 2 * _DERIVED_FOR_S:
@@ -114,7 +114,7 @@ def derived_price(price: HourlyPrice, *, prefill_rate: float, tpot_s: float, run
         output=_rounded(_MILLION * per_second * tpot_s / running),
         cached=0,
     )
-    return named_price(Price(id="", currency=price.currency, rates=rates, is_derived=True))
+    return price_with_id(Price(id="", currency=price.currency, rates=rates, is_derived=True))
 
 
 def _typical(values: list[float]) -> float:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.endpoints.breaker import CLOSED, FIRST_PASS, UNKNOWN_PASS, Breaker, Pass
+from extproc.endpoints.breaker import CLOSED, FIRST_PASS, UNKNOWN_PASS, Breaker, BreakerPass
 from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.prefill_queue import PrefillQueue
 from extproc.engines.metrics import LoraState
@@ -104,7 +104,7 @@ class EndpointRef(msgspec.Struct, frozen=True, array_like=True):
     row: int
     epoch: int
     prefill_number: int = 0
-    passed: Pass = UNKNOWN_PASS
+    passed: BreakerPass = UNKNOWN_PASS
 
 
 class EndpointConfig(msgspec.Struct, frozen=True):
@@ -205,7 +205,7 @@ class EndpointTable:
         self.trips: Ints = np.zeros(0, np.int64)
         self.healths: list[EndpointHealth] = []
         self.breakers: list[Breaker] = []
-        self.passes: list[Pass] = []
+        self.passes: list[BreakerPass] = []
         self.prompt_tokens: Ints = np.zeros(0, np.int64)
         self.cached_tokens: Ints = np.zeros(0, np.int64)
         self.service_s: Floats = np.zeros(0)
@@ -241,7 +241,7 @@ class EndpointTable:
             row for address, row in self._rows.items() if address.rpartition(":")[0].strip("[]") == name.strip("[]")
         ]
 
-    def ref(self, row: int) -> EndpointRef:
+    def endpoint_ref(self, row: int) -> EndpointRef:
         """A reference to the endpoint that has ``row`` now, of a request that is not in its ``PrefillQueue``."""
         return EndpointRef(self.addresses[row], row, self.epochs[row], passed=self.passes[row])
 
@@ -253,7 +253,7 @@ class EndpointTable:
         """Whether the engine of ``row`` has ever reported."""
         return bool(self.reported_at_s[row] > _NEVER)
 
-    def without(self, endpoint: EndpointRef, tokens: float) -> EndpointTable:
+    def without_request(self, endpoint: EndpointRef, tokens: float) -> EndpointTable:
         """The table as if a request of ``tokens`` tokens were not in flight at ``endpoint``; to be read only."""
         if not self.is_current(endpoint):
             return self
@@ -286,7 +286,7 @@ class EndpointTable:
             self.loras[row] = loras
             self._cached_columns.clear()
 
-    def replace(self, endpoints: Mapping[str, EndpointConfig] | Iterable[str]) -> list[int]:
+    def replace_endpoints(self, endpoints: Mapping[str, EndpointConfig] | Iterable[str]) -> list[int]:
         """Replace the configured endpoints, by address; those that stay keep everything known of them.
 
         Returns the rows of removed endpoints.

@@ -282,13 +282,13 @@ ENGINE_TYPES: Final[Mapping[str, Dialect]] = MappingProxyType(
 )
 
 
-def metric_name(spec: str) -> MetricName:
+def parse_metric_name(spec: str) -> MetricName:
     """llm-d's ``name`` or ``name{label=value}``."""
     name, _, labels = spec.partition("{")
     label, _, value = labels.rstrip("} ").partition(",")[0].partition("=")
     return MetricName(name.strip(), (label.strip(), value.strip(' "')) if value else None)
 
 
-def engine_of(metric: str) -> str | None:
+def engine_with_metric(metric: str) -> str | None:
     """The engine among those that a ModelServer may have whose metrics have such names."""
     return next((one.name for one in (_VLLM, _SGLANG, _TRTLLM) if metric.startswith(one.prefixes)), None)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.engines.dialects import MetricName
-from extproc.engines.pages import RARE_PAGES, PageRefused, Series, labels_of, value_of
+from extproc.engines.prometheus_text import RARE_PAGES, MetricSeries, MetricsPageRefused, sample_labels, sample_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -89,7 +89,7 @@ class EngineMetrics(msgspec.Struct, frozen=True):
     has_restarted: bool
 
     @property
-    def is_report(self) -> bool:
+    def has_load_metrics(self) -> bool:
         """Whether the page has metrics of the engine's load; one without a known name is another program's."""
         report = self.report
         return not (report.waiting is None and report.running is None and report.kv_usage is None)
@@ -114,26 +114,26 @@ class MetricsReader:
     )
 
     def __init__(self, dialect: Dialect, *, custom: Iterable[tuple[str, str]] = ()) -> None:
-        """``custom``: attributes, each with its metric (``OneMetric``)."""
-        self._custom = [(name, OneMetric(spec)) for name, spec in custom]
+        """``custom``: attributes, each with its metric (``MetricSelector``)."""
+        self._custom = [(name, MetricSelector(spec)) for name, spec in custom]
 
         def sources(family: str) -> tuple[MetricName, ...]:
             """Some engines have none."""
             return dialect.sources.get(family, ())
 
-        self._waiting = Series(sources("waiting_requests"))
-        self._running = Series(sources("running_requests"))
-        self._kv_usage = Series(sources("kv_cache_usage_ratio"))
+        self._waiting = MetricSeries(sources("waiting_requests"))
+        self._running = MetricSeries(sources("running_requests"))
+        self._kv_usage = MetricSeries(sources("kv_cache_usage_ratio"))
         self._ttft = _HistogramMean(sources("time_to_first_token_seconds"))
         self._tpot = _HistogramMean(sources("inter_token_latency_seconds"))
-        self._loras = Series(_named(dialect.lora_info), most_series=_MOST_LORA_SERIES)
-        self._cache_info = Series(_named(dialect.cache_info))
-        self._block_size, self._blocks = Series(_named(dialect.block_size)), Series(_named(dialect.blocks))
+        self._loras = MetricSeries(_named(dialect.lora_info), most_series=_MOST_LORA_SERIES)
+        self._cache_info = MetricSeries(_named(dialect.cache_info))
+        self._block_size, self._blocks = MetricSeries(_named(dialect.block_size)), MetricSeries(_named(dialect.blocks))
         self._labels = (dialect.block_label, dialect.blocks_label)
         self._pages = 0
 
     def read(self, page: bytes) -> EngineMetrics:
-        """Read a page in Prometheus' text format. What is missing or unreadable is None; raises PageRefused."""
+        """Read a page in Prometheus' text format. What is missing or unreadable is None; raises MetricsPageRefused."""
         page = b"\n" + page if not page.startswith(b"#") else page
         ttft = self._ttft.since(page)
         report = EngineReport(
@@ -150,7 +150,7 @@ class MetricsReader:
         # the cache size does not change while the engine runs
         reads_cache = ttft.ran_backwards or self._pages % RARE_PAGES == 1
         reading = EngineMetrics(report, self._read_cache(page) if reads_cache else None, ttft.ran_backwards)
-        if not reading.is_report:
+        if not reading.has_load_metrics:
             # an engine that starts may show its metrics on the next page
             for series in (self._waiting, self._running, self._kv_usage):
                 series.search_again()
@@ -161,7 +161,7 @@ class MetricsReader:
         if block_label:
             lines = self._cache_info.lines(page)
             _check_labels(lines)
-            labels = map(labels_of, lines)
+            labels = map(sample_labels, lines)
             sizes = [(_whole(one.get(block_label)), _whole(one.get(blocks_label))) for one in labels]
         else:
             sizes = [(int(self._block_size.mean(page) or 0), int(self._blocks.total(page) or 0))]
@@ -173,9 +173,9 @@ class MetricsReader:
         if not lines:
             return None
         # each change starts a new series, whose value is the time of the change
-        newest = max(lines, key=lambda line: value_of(line) or 0.0)
+        newest = max(lines, key=lambda line: sample_value(line) or 0.0)
         _check_labels([newest])
-        labels = labels_of(newest)
+        labels = sample_labels(newest)
         return LoraState(
             active=_set_of(labels.get("running_lora_adapters", "")),
             waiting=_set_of(labels.get("waiting_lora_adapters", "")),
@@ -183,7 +183,7 @@ class MetricsReader:
         )
 
 
-class OneMetric:
+class MetricSelector:
     """A metric by ``name`` or ``name{label=value,...}``: the sum of the series that have all of these labels."""
 
     def __init__(self, spec: str) -> None:
@@ -194,12 +194,12 @@ class OneMetric:
             re.compile(rb"[{,] ?%b" % re.escape(f'{label.strip()}="{value.strip(chr(32) + chr(34))}"').encode())
             for label, _, value in pairs
         ]
-        self._series = Series(_named(name.strip()))
+        self._series = MetricSeries(_named(name.strip()))
 
     def value(self, page: bytes) -> float:
         """NaN if the page has no such series."""
         lines = self._series.lines(page)
-        found = [value_of(line) for line in lines if all(label.search(line) for label in self._labels)]
+        found = [sample_value(line) for line in lines if all(label.search(line) for label in self._labels)]
         values = [value for value in found if value is not None]
         return sum(values) if values else math.nan
 
@@ -218,7 +218,7 @@ class _HistogramMean:
     __slots__ = ("_before", "_count", "_sum")
 
     def __init__(self, sources: tuple[MetricName, ...]) -> None:
-        self._sum, self._count = Series(sources, "_sum"), Series(sources, "_count")
+        self._sum, self._count = MetricSeries(sources, "_sum"), MetricSeries(sources, "_count")
         self._before: tuple[float, float] | None = None
 
     def since(self, page: bytes) -> _HistogramChange:
@@ -247,7 +247,9 @@ def _named(name: str) -> tuple[MetricName, ...]:
 def _check_labels(lines: list[bytes]) -> None:
     if sum(map(len, lines)) > _MOST_LABEL_BYTES:
         name = lines[0][: lines[0].find(b"{")].decode(errors="replace")
-        raise PageRefused(f"its page has more than {_MOST_LABEL_BYTES} bytes of labels of {name}; use fewer adapters")
+        raise MetricsPageRefused(
+            f"its page has more than {_MOST_LABEL_BYTES} bytes of labels of {name}; use fewer adapters"
+        )
 
 
 def _whole(text: str | None) -> int:
@@ -257,5 +259,5 @@ def _whole(text: str | None) -> int:
 def _set_of(text: str) -> frozenset[str]:
     names = text.split(",", _MOST_LORAS)
     if len(names) > _MOST_LORAS:
-        raise PageRefused(f"its page names more than {_MOST_LORAS} adapters; use fewer")
+        raise MetricsPageRefused(f"its page names more than {_MOST_LORAS} adapters; use fewer")
     return frozenset([name for part in names if (name := part.strip())])

@@ -35,7 +35,7 @@ _CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,8})(;.*)?", re.DOTALL)
 _SHOWN_BYTES: Final = 80
 
 
-class BadAnswer(Exception):
+class BadResponse(Exception):
     """The answer is no page; the message has the reason."""
 
 
@@ -48,7 +48,7 @@ def get_request(host: str, port: int, path: str, authorization: str = "", *, aut
     return f"GET {path} HTTP/1.1\r\nhost: {place}\r\naccept: text/plain, application/json\r\n{more}\r\n".encode()
 
 
-class AnswerParser:
+class ResponseParser:
     """Reads one answer: pieces in, the body of a 200 out. It does no I/O.
 
     The result is the same however the answer is cut, and no byte is searched twice. It never holds much more than
@@ -61,7 +61,7 @@ class AnswerParser:
         self._steps = self._read()
 
     def receive(self, piece: bytes) -> bytes | None:
-        """The body; None until it is whole. Raises BadAnswer. After either end, the parser takes no more."""
+        """The body; None until it is whole. Raises BadResponse. After either end, the parser takes no more."""
         self._data += piece
         try:
             next(self._steps)
@@ -80,31 +80,31 @@ class AnswerParser:
             line = yield from self._until(b"\r\n", _MOST_LINE_BYTES)
             size = _CHUNK_SIZE.fullmatch(line)
             if size is None:
-                raise BadAnswer(f"a chunk's size is {_shown(line)}")
+                raise BadResponse(f"a chunk's size is {_shown(line)}")
             if not int(size[1], 16):
                 yield from self._skip_trailers()
                 return b"".join(parts)
             parts.append((yield from self._take(int(size[1], 16), b"\r\n")))
-        raise BadAnswer(f"an answer of more than {_MOST_CHUNKS} chunks")
+        raise BadResponse(f"an answer of more than {_MOST_CHUNKS} chunks")
 
     def _skip_trailers(self) -> Generator[None, None, None]:
         ends_at = self._at + _MOST_HEAD_BYTES
         while (yield from self._until(b"\r\n", _MOST_LINE_BYTES)):
             if self._at > ends_at:
-                raise BadAnswer(f"more than {_MOST_HEAD_BYTES} bytes of trailers")
+                raise BadResponse(f"more than {_MOST_HEAD_BYTES} bytes of trailers")
 
     def _take(self, size: int, after: bytes = b"") -> Generator[None, None, bytes]:
         """So many bytes, which ``after`` must follow."""
         end = self._at + size
         if end > MOST_BYTES:
-            raise BadAnswer(f"an answer of more than {MOST_BYTES} bytes")
+            raise BadResponse(f"an answer of more than {MOST_BYTES} bytes")
         next_at = end + len(after)
         while len(self._data) < next_at:
             yield
         with memoryview(self._data) as data:
             taken = bytes(data[self._at : end])
             if data[end:next_at] != after:
-                raise BadAnswer("a chunk is longer than its size")
+                raise BadResponse("a chunk is longer than its size")
         self._at = next_at
         return taken
 
@@ -113,7 +113,7 @@ class AnswerParser:
         searched, ends_at = self._at, self._at + most
         while (found := self._data.find(mark, searched, ends_at)) < 0:
             if len(self._data) >= ends_at:
-                raise BadAnswer(f"no end of a line or of the head within {most} bytes")
+                raise BadResponse(f"no end of a line or of the head within {most} bytes")
             searched = max(self._at, len(self._data) - len(mark) + 1)
             yield
         before = bytes(self._data[self._at : found])
@@ -121,7 +121,7 @@ class AnswerParser:
         return before
 
 
-class KeptConnection(asyncio.Protocol):
+class PersistentConnection(asyncio.Protocol):
     """Sends one request at a time. Each ends with the body of a 200, or with a failure and a closed connection."""
 
     def __init__(self, on_body: Callable[[bytes], None], on_failure: Callable[[str], None]) -> None:
@@ -132,7 +132,7 @@ class KeptConnection(asyncio.Protocol):
         self._on_failure = on_failure
         self._transport: asyncio.Transport | None = None
         # of an answer that comes in pieces
-        self._parser: AnswerParser | None = None
+        self._parser: ResponseParser | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is ready for requests."""
@@ -144,14 +144,14 @@ class KeptConnection(asyncio.Protocol):
         self.is_open, self._transport = False, None
         self._fail(f"the connection ended: {exc or 'closed by the server'}")
 
-    def ask(self, request: bytes) -> None:
+    def send_request(self, request: bytes) -> None:
         """Send ``request``; the connection must be open and not busy."""
         self.is_busy = True
         self._parser = None
         if self._transport is not None:
             self._transport.write(request)
 
-    def give_up(self, message: str = "given up") -> None:
+    def abort(self, message: str = "given up") -> None:
         """Close the connection; a request in progress fails with ``message``."""
         self._fail(message)
         self.is_open = False
@@ -161,17 +161,17 @@ class KeptConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Receive a response, usually in one piece."""
         if not self.is_busy:
-            self.give_up()  # no request in progress
+            self.abort()  # no request in progress
             return
         if self._parser is None:
             body = _whole_body(data)
             if body is not None:
                 self._succeed(body)
                 return
-            self._parser = AnswerParser()
+            self._parser = ResponseParser()
         try:
             body = self._parser.receive(data)
-        except BadAnswer as error:
+        except BadResponse as error:
             self._fail(str(error))
         else:
             if body is not None:
@@ -186,7 +186,7 @@ class KeptConnection(asyncio.Protocol):
         if self.is_busy:
             self.is_busy = False
             self._parser = None
-            self.give_up()
+            self.abort()
             self._on_failure(message)
 
 
@@ -197,16 +197,16 @@ def _whole_body(data: bytes) -> bytes | None:
         return None
     try:
         length = _length_in(data[:end])
-    except BadAnswer:
+    except BadResponse:
         return None
     return data[end + 4 :] if length == len(data) - end - 4 else None
 
 
 def _length_in(head: bytes) -> int | None:
-    """The content length; None for chunks. Raises BadAnswer unless it is the head of a 200 that can be read."""
+    """The content length; None for chunks. Raises BadResponse unless it is the head of a 200 that can be read."""
     if _OK.match(head) is None:
         status, _, _ = head.partition(b"\r\n")
-        raise BadAnswer(f"answered {_shown(status)}")
+        raise BadResponse(f"answered {_shown(status)}")
     fields = _LENGTHS.findall(head)
     if len(fields) == 1:
         ((length, coding),) = fields
@@ -214,7 +214,7 @@ def _length_in(head: bytes) -> int | None:
             return None
         if _LENGTH.fullmatch(length):
             return int(length)
-    raise BadAnswer("an answer without content-length or chunks, or with several of them")
+    raise BadResponse("an answer without content-length or chunks, or with several of them")
 
 
 def _shown(text: bytes) -> str:

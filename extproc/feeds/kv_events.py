@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from extproc.api.model_server import StaticEndpoint
     from extproc.core.core import Core
-    from extproc.failures import Supervisor
     from extproc.metrics.registry import Metrics
     from extproc.scheduling.pool import Pool
+    from extproc.task_supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _SWEEP_S: Final = 0.005
 _Ranks = dict[tuple[str, str], dict[int, bool | None]]
 
 
-class Publisher(msgspec.Struct, frozen=True):
+class KvEventPublisher(msgspec.Struct, frozen=True):
     """Where one data-parallel rank of an engine publishes: ``events`` and ``replay`` are ZeroMQ addresses."""
 
     server: str
@@ -80,8 +80,8 @@ class KvEventFeed:
 
     async def run(self) -> None:
         """Follow the configured publishers until cancelled."""
-        tasks: dict[Publisher, asyncio.Task[None]] = {}
-        followed: dict[Publisher, _Subscription] = {}
+        tasks: dict[KvEventPublisher, asyncio.Task[None]] = {}
+        followed: dict[KvEventPublisher, _Subscription] = {}
         seen: object = None
         context = zmq.asyncio.Context()
         # a subscription takes two sockets; ZeroMQ allows 1,023 by itself, and descriptors end before these do
@@ -125,7 +125,7 @@ async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
         await asyncio.wait(tasks)
 
 
-def publishers_of(pool: Pool) -> Iterator[Publisher]:
+def publishers_of(pool: Pool) -> Iterator[KvEventPublisher]:
     """The publishers of KV events of ``pool`` whose host names, if they have any, are resolved."""
     events = pool.spec.kv_events
     if events is None:
@@ -135,7 +135,7 @@ def publishers_of(pool: Pool) -> Iterator[Publisher]:
             continue
         has_replay = not _is_unresolved(endpoint.kv_replay) and (endpoint.kv_replay or events.replay_port) is not None
         for rank in range(events.data_parallel_size):
-            yield Publisher(
+            yield KvEventPublisher(
                 pool.name,
                 endpoint.address,
                 rank,
@@ -159,7 +159,7 @@ class _Subscription:
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: KvEventPublisher,
         pool: Pool,
         metrics: Metrics,
         context: zmq.asyncio.Context,
@@ -210,7 +210,7 @@ class _Subscription:
         """Report it if the engine has more than is followed."""
         stream = self._current()
         if stream is not None and stream.is_truncated:
-            self._metrics.kv_events(self.publisher.server, "truncated")
+            self._metrics.count_kv_events(self.publisher.server, "truncated")
             self._warn("more blocks, media or block sizes than are followed; the approximate index decides, too")
             self._set_state(is_whole=False)
 
@@ -266,7 +266,7 @@ class _Subscription:
         except UnreadableEvents as error:
             self._reset(stream, error)
         self.check_bounds()
-        self._metrics.kv_events(self.publisher.server, "received")
+        self._metrics.count_kv_events(self.publisher.server, "received")
         self._report()
         return is_replayed
 
@@ -298,20 +298,20 @@ class _Subscription:
                 messages = await self._ask(self.publisher.replay, start)
             await self._apply(stream, stream.apply_replay(start, messages))
         except TimeoutError:
-            self._metrics.kv_events(self.publisher.server, "replay_failed")
+            self._metrics.count_kv_events(self.publisher.server, "replay_failed")
             self._warn(f"no answer from the replay socket {self.publisher.replay}")
             return False
         except UnreadableEvents as error:
             self._reset(stream, error)
             return False
         self._next_replay_at_s = 0.0
-        self._metrics.kv_events(self.publisher.server, "replayed")
+        self._metrics.count_kv_events(self.publisher.server, "replayed")
         self._report()
         return True
 
     def _reset(self, stream: KvStream, error: UnreadableEvents) -> None:
         """Reset the stream after unreadable events; it continues with the next message."""
-        self._metrics.kv_events(self.publisher.server, "unreadable")
+        self._metrics.count_kv_events(self.publisher.server, "unreadable")
         self._warn(str(error))
         stream.on_disconnect()
 

@@ -3,7 +3,7 @@
 
 Scripts change the buckets atomically, with the arithmetic of ``admission/buckets.py``. They use Redis' time, so the
 machines' clocks need not agree. Grants made while Redis does not answer are charged to it afterwards, exactly once:
-every message carries the amount that this process has yet to charge (``StoreMemory``).
+every message carries the amount that this process has yet to charge (``SharedStoreCopy``).
 
 A budget never fills, so what a killed process has reserved of it must come back otherwise. Each bucket of a budget has
 what each process has reserved of it. Processes send a heartbeat; what one has reserved that was not heard for a while
@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.admission.buckets import BucketLevel, Reservation, StoreMemory
-from extproc.admission.limits import Charge, Grant, StoreAway, Usage
-from extproc.admission.refusals import refusal
+from extproc.admission.buckets import BucketLevel, Reservation, SharedStoreCopy
+from extproc.admission.limits import Charge, Grant, StoreUnavailable, Usage
+from extproc.admission.refusals import limit_refusal
 from extproc.api.errors import one_line
 from extproc.replication.buses import redis_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from extproc.admission.buckets import Limit, Statement
+    from extproc.admission.buckets import BucketReport, Limit
     from extproc.errors import Refusal
     from extproc.metrics.registry import Metrics
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 # full, or Redis has lost it: it begins with the most that the process states is left. Another process may have seen
 # less of the lost bucket: once it states that, the difference is taken. "born" and "began" are the time and the amount
 # for this. A bucket's first epoch is the time, so that no reservation of a lost bucket is worth anything in this one.
-# "paid:PROCESS" is the running total that this bucket was charged for (StoreMemory). A key expires some time after its
-# bucket would be full; that of a budget a day after its window has ended. The bucket of a budget whose maximum changes
-# keeps what was used. ``a``: where the bucket's arguments begin, of which each script gives the same eight first: rate
-# to seen.
+# "paid:PROCESS" is the running total that this bucket was charged for (SharedStoreCopy). A key expires some time after
+# its bucket would be full; that of a budget a day after its window has ended. The bucket of a budget whose maximum
+# changes keeps what was used. ``a``: where the bucket's arguments begin, of which each script gives the same eight
+# first: rate to seen.
 #
 # KEYS[1] is the set of processes that share budgets, by when each was heard last. A process that is not in it is dead.
 # While it has the member '', nobody is taken for dead: no process was heard for some time before, because Redis was
@@ -294,7 +294,7 @@ class _Settlement(msgspec.Struct, frozen=True):
     used: Usage | None
 
 
-class OddAnswer(Exception):
+class UnexpectedReply(Exception):
     """Redis' answer has another form than its scripts' results."""
 
 
@@ -321,7 +321,7 @@ class RedisLimits:
         self._settled = 0
         # when Redis is to hear again that this process lives; it need not before a budget was reserved there
         self._beat_at_s = math.inf
-        self._memory = StoreMemory()
+        self._memory = SharedStoreCopy()
         # of budgets, that Redis does not have yet
         self._levels: dict[str, BucketLevel] = {}
         # called when Redis had to begin with a budget's bucket: a new caller's, or it has lost what it had
@@ -331,8 +331,8 @@ class RedisLimits:
         # look-ups whose request is gone, until Redis answers or the client library gives up
         self._late: set[asyncio.Future[list[Any]]] = set()
 
-    async def reserve(self, charges: Sequence[Charge]) -> Grant | Refusal | StoreAway:
-        """Reserve all charges or none; StoreAway if Redis does not answer in time."""
+    async def reserve(self, charges: Sequence[Charge]) -> Grant | Refusal | StoreUnavailable:
+        """Reserve all charges or none; StoreUnavailable if Redis does not answer in time."""
         now = self._clock()
         if now < self._retry_at_s:
             self._metrics.admission.observe_redis_call("away", 0.0)
@@ -365,10 +365,10 @@ class RedisLimits:
         if self._memory.has_debts:
             self._has_news.set()
 
-    def lower(self, levels: Sequence[BucketLevel]) -> None:
+    def cap_budgets(self, remaining: Sequence[BucketLevel]) -> None:
         """Budgets have no more left than this, in Redis and where it does not answer."""
-        for one in levels:
-            self._memory.lower(one.key, one.limit, one.level, self._clock())
+        for one in remaining:
+            self._memory.cap_level(one.key, one.limit, one.level, self._clock())
             self._levels[one.key] = one
         if self._levels:
             self._has_news.set()
@@ -392,7 +392,7 @@ class RedisLimits:
                 await self._until_due()
                 await asyncio.sleep(max(0.0, self._retry_at_s - self._clock()))
                 if self._clock() >= self._beat_at_s:
-                    await self.beat()
+                    await self.heartbeat()
                 # what was used without Redis first: until then other processes may be granted the same
                 if self._levels:
                     await self._lower_batch()
@@ -405,7 +405,7 @@ class RedisLimits:
             await self._send_last()
             await self._redis.aclose()
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         """Tell Redis that this process lives, so that what it has reserved stays so."""
         self._beat_at_s = self._clock() + _BEAT_S
         try:
@@ -428,23 +428,23 @@ class RedisLimits:
         while self._settlements and self._clock() >= self._retry_at_s:
             await self._settle_batch()
 
-    def _away(self, charges: Sequence[Charge]) -> StoreAway:
+    def _away(self, charges: Sequence[Charge]) -> StoreUnavailable:
         now, memory = self._clock(), self._memory
         keys = [(charge.key, charge.limit) for charge in charges]
-        return StoreAway([memory.most_left(*one, now) - memory.unpaid(*one) for one in keys])
+        return StoreUnavailable([memory.max_level(*one, now) - memory.unpaid_level(*one) for one in keys])
 
-    def _state(self, charges: Sequence[Charge], now: float) -> list[Statement]:
-        return [self._memory.state(charge.key, charge.limit, now) for charge in charges]
+    def _state(self, charges: Sequence[Charge], now: float) -> list[BucketReport]:
+        return [self._memory.report(charge.key, charge.limit, now) for charge in charges]
 
     def _note_levels(
-        self, charges: Sequence[Charge], stated: Sequence[Statement], levels: Sequence[float], store_at_s: float
+        self, charges: Sequence[Charge], stated: Sequence[BucketReport], levels: Sequence[float], store_at_s: float
     ) -> None:
         now = self._clock()
         for charge, statement, level in zip(charges, stated, levels, strict=True):
             budget = charge.limit if charge.limit.ends_at_s else None
             self._memory.on_store_answer(charge.key, statement, level, store_at_s=store_at_s, now=now, budget=budget)
 
-    async def _ask(self, charges: Sequence[Charge], stated: Sequence[Statement], client: Any = None) -> list[Any]:  # noqa: ANN401 - the library has no types
+    async def _ask(self, charges: Sequence[Charge], stated: Sequence[BucketReport], client: Any = None) -> list[Any]:  # noqa: ANN401 - the library has no types
         numbers = [
             number
             for charge, statement in zip(charges, stated, strict=True)
@@ -460,7 +460,7 @@ class RedisLimits:
             self._late.discard(answer)
             if answer.cancelled() or answer.exception() is not None:
                 return
-            with contextlib.suppress(OddAnswer):  # logged by the waiting call; it grants nothing
+            with contextlib.suppress(UnexpectedReply):  # logged by the waiting call; it grants nothing
                 found, *_ = _read_answer(charges, answer.result())
                 if isinstance(found, Grant):
                     self.settle(found, None)
@@ -470,7 +470,7 @@ class RedisLimits:
 
     async def _pay_batch(self) -> None:
         """Charge Redis for one batch of what was used without it: state what is owed, and reserve nothing."""
-        batch = [[Charge(key, limit, "requests", 0.0)] for key, limit in self._memory.owing(_BATCH_SIZE)]
+        batch = [[Charge(key, limit, "requests", 0.0)] for key, limit in self._memory.buckets_in_debt(_BATCH_SIZE)]
         stated = [self._state(charges, self._clock()) for charges in batch]
         try:
             # left without its end, a pipeline would keep its connection
@@ -488,7 +488,7 @@ class RedisLimits:
         """Lower one batch of budgets; what fails is repeated."""
         batch = [one for _, one in zip(range(_BATCH_SIZE), self._levels.values(), strict=False)]
         now = self._clock()
-        stated = [self._memory.state(one.key, one.limit, now) for one in batch]
+        stated = [self._memory.report(one.key, one.limit, now) for one in batch]
         try:
             async with asyncio.timeout(1.0), self._redis.pipeline(transaction=False) as pipe:
                 for one, statement in zip(batch, stated, strict=True):
@@ -531,7 +531,7 @@ class RedisLimits:
         for one, statements, answer in zip(batch, stated, answers, strict=True):
             try:
                 store_at_s, *levels = _numbers_in(answer, 1 + len(one.grant.charges))
-            except OddAnswer as error:
+            except UnexpectedReply as error:
                 self._record_overruns(one.grant.charges, one.used)
                 self._note_failure(error)
             else:
@@ -557,7 +557,7 @@ class RedisLimits:
         if used is None:
             return
         for charge in charges:
-            self.record_overdraft(charge, max(0.0, used.of(charge.resource) - charge.amount))
+            self.record_overdraft(charge, max(0.0, used.amount_of(charge.resource) - charge.amount))
 
     def _keys(self, buckets: Sequence[Charge | BucketLevel]) -> list[str]:
         return [self._alive, *(self._key(one.key) for one in buckets)]
@@ -589,12 +589,12 @@ async def _in_time(asked: asyncio.Future[list[Any]]) -> list[Any]:
 
 def _read_answer(charges: Sequence[Charge], answer: object) -> tuple[Grant | Refusal, list[float], float, bool]:
     """A script's result, the levels that are left, Redis' time, and whether a budget's bucket is new. Raises
-    OddAnswer.
+    UnexpectedReply.
     """
     granted, store_at_s, is_new, *fields = _numbers_in(answer, 3 + 3 * len(charges))
     levels = fields[::3]
     if not granted:
-        return refusal(charges, levels), levels, store_at_s, bool(is_new)
+        return limit_refusal(charges, levels), levels, store_at_s, bool(is_new)
     states = zip(charges, fields[1::3], fields[2::3], strict=True)
     claims = [Reservation(charge.amount, shrink, int(epoch)) for charge, shrink, epoch in states]
     return Grant(charges, claims, levels, is_global=True), levels, store_at_s, bool(is_new)
@@ -605,28 +605,28 @@ def _nothing() -> None:
 
 
 def _numbers_in(answer: object, count: int) -> list[float]:
-    """The numbers in a script's answer. Raises OddAnswer."""
+    """The numbers in a script's answer. Raises UnexpectedReply."""
     if isinstance(answer, Exception):
-        raise OddAnswer(str(answer))
+        raise UnexpectedReply(str(answer))
     if not isinstance(answer, list) or len(answer) != count:
-        raise OddAnswer(f"the answer has not {count} numbers")
+        raise UnexpectedReply(f"the answer has not {count} numbers")
     try:
         numbers = [float(one) for one in answer]
     except (TypeError, ValueError, OverflowError):
-        raise OddAnswer("the answer has more than numbers") from None
+        raise UnexpectedReply("the answer has more than numbers") from None
     if not all(map(math.isfinite, numbers)):
-        raise OddAnswer("the answer has numbers that are not finite")
+        raise UnexpectedReply("the answer has numbers that are not finite")
     return numbers
 
 
-def _numbers(limit: Limit, stated: Statement) -> tuple[float, ...]:
+def _numbers(limit: Limit, stated: BucketReport) -> tuple[float, ...]:
     """With which a script's arguments for a bucket begin."""
     uncovered = min(stated.uncovered, max(0.0, stated.owed - stated.told))
     known = limit.rate, limit.capacity, stated.most_left, stated.owed, stated.told, limit.ends_at_s, uncovered
     return (*known, stated.seen_at_s)
 
 
-def _settled(one: _Settlement, stated: Sequence[Statement]) -> list[float]:
+def _settled(one: _Settlement, stated: Sequence[BucketReport]) -> list[float]:
     return [
         number
         for charge, claim, statement in zip(one.grant.charges, one.grant.claims, stated, strict=True)
@@ -635,7 +635,7 @@ def _settled(one: _Settlement, stated: Sequence[Statement]) -> list[float]:
             claim.amount,
             claim.shrink,
             claim.epoch,
-            0.0 if one.used is None else one.used.of(charge.resource),
+            0.0 if one.used is None else one.used.amount_of(charge.resource),
             one.number,
         )
     ]

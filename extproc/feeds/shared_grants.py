@@ -143,11 +143,11 @@ class SharedGrants:
             self._is_locked = False
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def unheard(self, key: str) -> float:
+    def unseen_amount(self, key: str) -> float:
         """What others have granted of a bucket, and this process was not told of."""
         return self._unheard.get(_digest(key, 16), 0.0) if self._unheard else 0.0
 
-    def add(self, charges: Iterable[Charge]) -> int:
+    def record_grants(self, charges: Iterable[Charge]) -> int:
         """This process grants them, in its turn. Returns the number of the grant, which the others are told."""
         self._number += 1
         if self._may_write:
@@ -160,7 +160,7 @@ class SharedGrants:
             self._read_count = count
         return self._number
 
-    def ingest(self, process: str, number: int) -> None:
+    def mark_seen(self, process: str, number: int) -> None:
         """This process was told of the grants of another one up to ``number``."""
         origin = _digest(process, 8)
         self._heard.pop(origin, None)

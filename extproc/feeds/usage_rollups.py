@@ -19,16 +19,16 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from extproc.admission.spent_budgets import RolledUp
+from extproc.admission.budget_usage import UsageRollupRow
 from extproc.http_body import read_at_most
-from extproc.protocol import USAGE_PATH
+from extproc.wire_protocol import USAGE_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiohttp import ClientSession
 
-    from extproc.admission.spent_budgets import SpentByRows, UsageQuery
+    from extproc.admission.budget_usage import RemainingBudgets, UsageQuery
     from extproc.core.core import Core
     from extproc.core.effects import Effect
     from extproc.feeds.redis_limits import RedisLimits
@@ -50,7 +50,7 @@ class _RollupsPage(msgspec.Struct, frozen=True):
     not named here are ignored.
     """
 
-    data: tuple[RolledUp, ...]
+    data: tuple[UsageRollupRow, ...]
     next_page: str | None = None
     until_s: float | None = None
 
@@ -59,7 +59,7 @@ class _NoReports(Exception):
     """The usage process keeps rows that it cannot add up."""
 
 
-class Times(msgspec.Struct, frozen=True):
+class RollupTiming(msgspec.Struct, frozen=True):
     """In seconds. ``start_s``: the longest that a start waits; ``retry_s``: its pauses. ``page_s``: the longest that
     a page may take. ``pause_s``: between two questions afterwards. ``lost_s``: after the store had to begin with
     buckets that it did not know, which it has to at the start of each window, too. ``again_s``: without any reason.
@@ -73,7 +73,7 @@ class Times(msgspec.Struct, frozen=True):
     again_s: float = 60.0
 
 
-_TIMES: Final = Times()
+_TIMES: Final = RollupTiming()
 
 
 class UsageRollups:
@@ -88,7 +88,7 @@ class UsageRollups:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         perform: Callable[[list[Effect]], object],
-        times: Times = _TIMES,
+        times: RollupTiming = _TIMES,
     ) -> None:
         """``url``: of the usage process, such as http://127.0.0.1:9010. ``limits``: the store of global budgets."""
         self._perform = perform
@@ -190,23 +190,23 @@ class UsageRollups:
         from aiohttp import ClientSession  # noqa: PLC0415
 
         until_s = math.inf
-        found: list[SpentByRows] = []
+        found: list[RemainingBudgets] = []
         async with ClientSession() as session:
             for query in self._core.admission.usage_queries(self._wall_clock()):
-                spent = self._core.admission.spent_by_rows(query, self._wall_clock())
+                spent = self._core.admission.remaining_budgets(query, self._wall_clock())
                 for number, (dimensions, tenants) in enumerate(query.parts()):
                     url = self._url_of(query, sorted(dimensions), tenants)
-                    add = partial(spent.add, is_by_key=number > 0)
+                    add = partial(spent.add_row, is_by_key=number > 0)
                     until_s = min(until_s, await self._read_pages(session, url, add))
                 found.append(spent)
         for spent in found:
-            shared = self._core.lower_budgets(spent, self._clock())
+            shared = self._core.cap_budgets(spent, self._clock())
             if self._limits is not None:
-                self._limits.lower(shared)
-        self._perform(self._core.on_rows_read(self._wall_clock()))
+                self._limits.cap_budgets(shared)
+        self._perform(self._core.on_usage_rows_read(self._wall_clock()))
         return until_s
 
-    async def _read_pages(self, session: ClientSession, url: str, add: Callable[[RolledUp], None]) -> float:
+    async def _read_pages(self, session: ClientSession, url: str, add: Callable[[UsageRollupRow], None]) -> float:
         """Add the rows of all pages. They are sorted by caller, and callers are added meanwhile: then the last rows of
         a page are the first ones of the next, too, and count once.
         """

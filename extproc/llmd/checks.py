@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from extproc.api.picker_flow_control import FAIRNESS, ORDERS
-from extproc.api.schema import check_shape, suggest
-from extproc.llmd.notes import taken
-from extproc.llmd.types import NOT_BUILT
-from extproc.scheduling.external_plugins import failure
+from extproc.api.schema import check_shape, suggest_similar
+from extproc.llmd.compatibility_notes import effective_parameters
+from extproc.llmd.plugin_types import NOT_BUILT
+from extproc.scheduling.external_plugins import plugin_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,7 @@ _FILTER: Final = _Use("filter", lambda _, kind: kind in {"filter", "filter and s
 _PRODUCER: Final = _Use("producer", lambda _, kind: kind not in {"picker", "profile handler", "decider"})
 
 
-def mistakes_of(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> list[Finding]:
+def config_mistakes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> list[Finding]:
     """All of them, with plugins of ``known`` types."""
     return [*_check_plugins(config, known), *_References(config, known).check(), *_check_profiles(config, known)]
 
@@ -77,8 +77,8 @@ class _References:
     def __init__(self, config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> None:
         self._config = config
         self._known = known
-        self._types = {spec.called: spec.type for spec in config.plugins}
-        self._places = {spec.called: ("plugins", index) for index, spec in enumerate(config.plugins)}
+        self._types = {spec.effective_name: spec.type for spec in config.plugins}
+        self._places = {spec.effective_name: ("plugins", index) for index, spec in enumerate(config.plugins)}
         self._profiles = {profile.name for profile in config.scheduling_profiles} or {"default"}
 
     def check(self) -> Iterator[Finding]:
@@ -86,7 +86,7 @@ class _References:
         edges: dict[str, list[str]] = {}
         for index, spec in enumerate(self._config.plugins):
             for path, target, use in _plugin_parameters(spec.parameters or {}):
-                edges.setdefault(spec.called, []).append(target)
+                edges.setdefault(spec.effective_name, []).append(target)
                 yield from self._resolve(("plugins", index, "parameters", *path), target, use)
             yield from self._profile_names(index, spec.parameters or {})
         for name in islice(_endless(edges), _MOST_CIRCLES):
@@ -138,7 +138,7 @@ class _References:
         type_name = self._types.get(target, target)
         plugin = self._known.get(type_name)
         if target not in self._types and (plugin is None or plugin.kind in _SCHEDULING - {"filter"}):
-            yield path, f"no plugin is called '{target}'; {suggest(target, self._types)}"
+            yield path, f"no plugin is called '{target}'; {suggest_similar(target, self._types)}"
         elif plugin is not None and not use.serves(type_name, plugin.kind):
             yield path, f"'{target}' is a {type_name}, and no {use.what}; name another plugin"
 
@@ -147,7 +147,7 @@ class _References:
             name = str(parameters[key] or "")
             if name and name not in self._profiles:
                 place = ("plugins", index, "parameters", key)
-                yield place, f"there is no profile '{name}'; {suggest(name, self._profiles)}"
+                yield place, f"there is no profile '{name}'; {suggest_similar(name, self._profiles)}"
 
 
 def _plugin_parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str, _Use]]:
@@ -229,9 +229,9 @@ def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]
     handlers = 0
     for index, spec in enumerate(config.plugins):
         path = ("plugins", index)
-        if spec.called in names:
-            yield path, f"a second plugin called '{spec.called}'; give each a name of its own"
-        names.add(spec.called)
+        if spec.effective_name in names:
+            yield path, f"a second plugin called '{spec.effective_name}'; give each a name of its own"
+        names.add(spec.effective_name)
         if spec.type not in known:
             yield (*path, "type"), _unknown(spec.type, known)
             continue
@@ -247,21 +247,21 @@ def _check_plugins(config: EndpointPickerConfig, known: Mapping[str, PluginType]
 
 def _check_parameters(spec: PluginSpec, plugin: PluginType) -> list[Finding]:
     try:
-        return check_shape(taken(spec, plugin.cls), plugin.cls)
+        return check_shape(effective_parameters(spec, plugin.cls), plugin.cls)
     except (Exception, SystemExit) as error:
         if not plugin.is_external:
             raise
-        return [((), f"'{spec.type}' cannot be made: {failure(spec.called, plugin.cls, error)}")]
+        return [((), f"'{spec.type}' cannot be made: {plugin_failure(spec.effective_name, plugin.cls, error)}")]
 
 
 def _unknown(type_name: str, known: Mapping[str, PluginType]) -> str:
     if type_name in NOT_BUILT:
         return f"there is no plugin type '{type_name}' here; in its place, {NOT_BUILT[type_name]}"
-    return f"there is no plugin type '{type_name}'; {suggest(type_name, known)}"
+    return f"there is no plugin type '{type_name}'; {suggest_similar(type_name, known)}"
 
 
 def _check_profiles(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[Finding]:
-    types = {spec.called: spec.type for spec in config.plugins}
+    types = {spec.effective_name: spec.type for spec in config.plugins}
     names: set[str] = set()
     for index, profile in enumerate(config.scheduling_profiles):
         if profile.name in names:
@@ -271,7 +271,7 @@ def _check_profiles(config: EndpointPickerConfig, known: Mapping[str, PluginType
         for number, ref in enumerate(profile.plugins):
             path = ("schedulingProfiles", index, "plugins", number)
             if ref.plugin_ref not in types:
-                advice = suggest(ref.plugin_ref, types)
+                advice = suggest_similar(ref.plugin_ref, types)
                 yield (*path, "pluginRef"), f"no plugin is called '{ref.plugin_ref}'; {advice}"
                 continue
             kind = known[types[ref.plugin_ref]].kind if types[ref.plugin_ref] in known else "scorer"

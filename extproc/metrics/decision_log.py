@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from extproc.core.effects import Decision, RequestSettled
-    from extproc.core.shadow import ShadowPick
+    from extproc.core.shadow_picks import ShadowPick
 
 # Sampled requests whose end has not been reported.
 _MOST_OPEN: Final = 65_536
@@ -41,14 +41,14 @@ class DecisionLog:
         # who asked, by ticket
         self._open: dict[str, dict[str, str]] = {}
 
-    def samples(self) -> bool:
+    def draw_sample(self) -> bool:
         """Whether the next request is to be written down."""
         return self._share >= 1 or self._rng.random() < self._share
 
     def log_decision(self, decision: Decision) -> None:
         """A decision with an explanation was sampled."""
         history, why = decision.history, decision.history.explanation
-        if why is None or (self._explains_all and not self.samples()):
+        if why is None or (self._explains_all and not self.draw_sample()):
             return
         if len(self._open) >= _MOST_OPEN:
             self._open.pop(next(iter(self._open)))
@@ -78,7 +78,7 @@ class DecisionLog:
 
     def log_shadow(self, pick: ShadowPick) -> None:
         """A comparison with another picker was sampled."""
-        if not self.samples():
+        if not self.draw_sample():
             return
         ours = None if pick.ours is None else msgspec.to_builtins(pick.ours)
         line = {"kind": "shadow", "at": self._wall_clock(), "verdict": pick.verdict, "theirs": pick.theirs}

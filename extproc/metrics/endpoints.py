@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from extproc.core.breakers import breakers_of
-from extproc.metrics.exposition import MetricFamily, PiecewiseCollector, escape_label, number
+from extproc.metrics.exposition import MetricFamily, PiecewiseCollector, escape_label, format_number
 from extproc.scheduling.plugins.label_plugins import ROLE_LABEL
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _lines(series: str, pool: Pool, column: _Column) -> Iterator[str]:
     head, tail = f'{series}{{endpoint="', f'",server="{escape_label(pool.name)}"}} '
     addresses, values = pool.table.active_addresses, column(pool, pool.table.active_rows)
     for address, value in zip(addresses, values, strict=True):
-        yield "" if value is None else f"{head}{address}{tail}{number(value)}\n"
+        yield "" if value is None else f"{head}{address}{tail}{format_number(value)}\n"
 
 
 def _avoided_lines(pool: Pool) -> Iterator[str]:
@@ -178,7 +178,7 @@ def _missing_lines(pool: Pool) -> Iterator[str]:
 
 def _role_lines(pool: Pool) -> Iterator[str]:
     """``pdGroup`` decides for its stages; it has none that encodes."""
-    table, stages = pool.table, pool.stages()
+    table, stages = pool.table, pool.prefill_decode_rows()
     prefills, decodes = ((), ()) if stages is None else (stages[0].tolist(), stages[1].tolist())
     for address, row in zip(table.active_addresses, table.active_rows, strict=True):
         role = table.configs[row].labels.get(ROLE_LABEL, "")

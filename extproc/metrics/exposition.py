@@ -64,7 +64,7 @@ class MetricFamily(msgspec.Struct, frozen=True):
 
     def line(self, values: Sequence[str], value: float) -> str:
         """A sample with these label values."""
-        return f"{self.series}{format_labels(self.labels, values)} {number(value)}\n"
+        return f"{self.series}{format_labels(self.labels, values)} {format_number(value)}\n"
 
     def pieces(self, lines: Iterable[str]) -> Iterator[str]:
         """Head and ``lines``. One may be several, or empty where there is no sample: the search for samples takes time,
@@ -85,7 +85,7 @@ class PiecewiseCollector(Collector):
         """All families, each piece a number of whole lines."""
         raise NotImplementedError
 
-    def keep(self, label: str, names: Collection[str]) -> None:
+    def retain_only(self, label: str, names: Collection[str]) -> None:
         """End the series with another ``label`` than one of ``names``. Nothing to do for what keeps no series."""
 
     def describe(self) -> Iterable[Metric]:
@@ -114,11 +114,11 @@ class Registry(CollectorRegistry):
         super().register(collector)
         self._in_order.append(collector)
 
-    def keep(self, label: str, names: Collection[str]) -> None:
+    def retain_only(self, label: str, names: Collection[str]) -> None:
         """End the series of all families with this ``label`` and another value than one of ``names``."""
         for collector in self._in_order:
             if isinstance(collector, PiecewiseCollector):
-                collector.keep(label, names)
+                collector.retain_only(label, names)
 
     def pieces(self) -> Iterator[str]:
         """The page. Families of the library's own collectors have a handful of samples, and are one piece each."""
@@ -137,7 +137,7 @@ class ConfiguredNames(PiecewiseCollector):
         self._registry = registry
         registry.register(self)
 
-    def follow(self, names: Callable[[], Mapping[str, Collection[str]]]) -> None:
+    def set_source(self, names: Callable[[], Mapping[str, Collection[str]]]) -> None:
         """``names``: those in use, by label. Series of other labels are left alone, and so are those whose value is
         empty or ``(others)``.
         """
@@ -150,7 +150,7 @@ class ConfiguredNames(PiecewiseCollector):
     def pieces(self) -> Iterator[str]:
         """None."""
         for label, names in self._names().items():
-            self._registry.keep(label, {*names, *_NO_NAMES})
+            self._registry.retain_only(label, {*names, *_NO_NAMES})
         return iter(())
 
 
@@ -167,7 +167,7 @@ def escape_label(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """As Go writes it."""
     # floatToGoString costs as much as all the rest of a line
     if -_PLAIN_BELOW < value < _PLAIN_BELOW:
@@ -225,7 +225,7 @@ class Counters(PiecewiseCollector):
         """
         _forget(self._counts, self._family, label, names)
 
-    def keep(self, label: str, names: Collection[str]) -> None:
+    def retain_only(self, label: str, names: Collection[str]) -> None:
         """As ``forget``, of all other names."""
         _keep(self._counts, self._family, label, names)
 
@@ -277,7 +277,7 @@ class DeferredHistograms(PiecewiseCollector):
         """Number of series."""
         return len(self._series)
 
-    def keep(self, label: str, names: Collection[str]) -> None:
+    def retain_only(self, label: str, names: Collection[str]) -> None:
         """End the series with another ``label`` than one of ``names``."""
         _keep(self._series, self._family, label, names)
 
@@ -300,9 +300,9 @@ class DeferredHistograms(PiecewiseCollector):
         name, labels = self._family.name, self._family.labels
         counts, total = buckets.cumulated()
         for bound, count in counts:
-            yield f"{name}_bucket{format_labels((*labels, 'le'), (*values, bound))} {number(count)}\n"
+            yield f"{name}_bucket{format_labels((*labels, 'le'), (*values, bound))} {format_number(count)}\n"
         own = format_labels(labels, values)
-        yield f"{name}_count{own} {number(counts[-1][1])}\n{name}_sum{own} {number(total)}\n"
+        yield f"{name}_count{own} {format_number(counts[-1][1])}\n{name}_sum{own} {format_number(total)}\n"
 
 
 class DeferredHistogram(DeferredHistograms):

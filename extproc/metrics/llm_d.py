@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from prometheus_client import CollectorRegistry
 
+    from extproc.admission.fair_queue import BandState, FlowControlGate
     from extproc.admission.flows import QueuedRequest
-    from extproc.admission.queue import BandState, Gate
     from extproc.core.effects import Effect
     from extproc.errors import Refusal
     from extproc.scheduling.pool import Pool
@@ -206,7 +206,7 @@ class LlmdMetrics(PiecewiseCollector):
         self,
         registry: CollectorRegistry,
         pools: Callable[[], Iterable[Pool]],
-        gates: Callable[[], Mapping[str, Gate]],
+        gates: Callable[[], Mapping[str, FlowControlGate]],
         clock: Callable[[], float],
     ) -> None:
         self._pools, self._gates, self._clock = pools, gates, clock
@@ -351,13 +351,14 @@ class LlmdMetrics(PiecewiseCollector):
         gates = [(self._name(server), gate, self._model(server)) for server, gate in self._gates().items()]
         now = self._clock()
         for _, gate, _ in gates:
-            gate.measure(now)
+            gate.update_saturation(now)
         bands = [(name, model, band) for name, gate, model in gates for band in gate.queue.bands]
-        yield from _QUEUE_SIZE.pieces(lambda: ((_queue_labels(*one), one[2].requests) for one in bands))
+        yield from _QUEUE_SIZE.pieces(lambda: ((_queue_labels(*one), one[2].request_count) for one in bands))
         yield from _QUEUE_BYTES.pieces(lambda: ((_queue_labels(*one), one[2].bytes) for one in bands))
         yield from _BAND_REQUESTS.pieces(
             lambda: (
-                ((str(band.spec.priority), name), band.requests / band.spec.max_requests) for name, _, band in bands
+                ((str(band.spec.priority), name), band.request_count / band.spec.max_requests)
+                for name, _, band in bands
             )
         )
         yield from _BAND_BYTES.pieces(
@@ -373,7 +374,7 @@ class LlmdMetrics(PiecewiseCollector):
         )
         yield from _ALL_BYTES.pieces(
             lambda: (
-                ((name,), gate.queue.bytes / gate.control.max_bytes)
+                ((name,), gate.queue.total_bytes / gate.control.max_bytes)
                 for name, gate, _ in gates
                 if gate.control.max_bytes < MOST_BYTES
             )

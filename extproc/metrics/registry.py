@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Final, Literal
 from prometheus_client import Counter, Gauge
 
 from extproc.core.effects import (
-    AnswerRead,
+    AdapterLoadEnded,
+    AnswerReadForCache,
     BreakerChanged,
     CacheLookup,
     ClientLeft,
     Decision,
     EngineStarted,
     Fault,
-    GuardAsked,
-    LoadEnded,
+    GuardAnswered,
     Prefill,
     PrefillEnded,
     RequestJudged,
@@ -32,11 +32,7 @@ from extproc.core.effects import (
     SoftBudgetPassed,
 )
 from extproc.core.states import STEP_NAMES, WAITING, State
-from extproc.metrics.endpoints import EndpointSeries
-from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, Registry
-from extproc.metrics.llm_d import LlmdMetrics
-from extproc.metrics.objectives import AnswerTimes, ObjectiveSeries
-from extproc.metrics.queues import (
+from extproc.metrics.admission_metrics import (
     OTHERS,
     ActivationMetrics,
     AdapterMetrics,
@@ -44,8 +40,12 @@ from extproc.metrics.queues import (
     BudgetSeries,
     PrefillMetrics,
 )
-from extproc.metrics.recent import RecentRequests
+from extproc.metrics.endpoints import EndpointSeries
+from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, Registry
+from extproc.metrics.llm_d import LlmdMetrics
+from extproc.metrics.recent_requests import RecentRequests
 from extproc.metrics.response_cache import ResponseCacheMetrics
+from extproc.metrics.slo_metrics import AnswerTimes, ObjectiveSeries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from extproc.admission.buckets import BucketLevel
-    from extproc.admission.queue import Gate
+    from extproc.admission.fair_queue import FlowControlGate
     from extproc.core.effects import Effect
-    from extproc.core.shadow import ShadowPick
+    from extproc.core.shadow_picks import ShadowPick
     from extproc.errors import Refusal
-    from extproc.line_file import LineResult
+    from extproc.line_writer import LineResult
+    from extproc.metrics.admission_metrics import WaitingIn
     from extproc.metrics.decision_log import DecisionLog
-    from extproc.metrics.queues import WaitingIn
     from extproc.scheduling.pool import Pool
 
 _PICK_BUCKETS: Final = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 0.1, 1.0)
@@ -101,7 +101,7 @@ class Metrics:
         pools: Callable[[], Iterable[Pool]],
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
-        gates: Callable[[], Mapping[str, Gate]] = dict,
+        gates: Callable[[], Mapping[str, FlowControlGate]] = dict,
         waiting_in: WaitingIn = lambda _: {},
         *,
         budget_levels: Callable[[], Iterable[BucketLevel]] = tuple,
@@ -258,17 +258,17 @@ class Metrics:
         self._applied_at: float = wall_clock()
         self._llm_d = LlmdMetrics(self.registry, pools, gates, clock) if has_llm_d_names else None
 
-    def stream_opened(self) -> None:
+    def on_stream_opened(self) -> None:
         """A request's stream begins."""
         self._open += 1
         self.last_stream_at_s = self._clock()
 
-    def stream_closed(self, seconds: float) -> None:
+    def on_stream_closed(self, seconds: float) -> None:
         """A request's stream is over."""
         self._open -= 1
         self._stream_seconds.observe(seconds)
 
-    def health_checked(self) -> None:
+    def on_health_check(self) -> None:
         """Envoy has asked for our health."""
         self.last_check_at_s = self._clock()
 
@@ -293,13 +293,13 @@ class Metrics:
             case RequestRefused():
                 self._requests.add(effect.refusal.outcome)
                 self.admission.count_refusal(effect)
-            case CacheLookup() | AnswerRead():
+            case CacheLookup() | AnswerReadForCache():
                 self.caches.count(effect)
-            case ClientLeft() | SoftBudgetPassed() | GuardAsked():
-                self.admission.count(effect)
+            case ClientLeft() | SoftBudgetPassed() | GuardAnswered():
+                self.admission.count_effect(effect)
             case EngineStarted():
                 self._activation.observe_start(effect)
-            case LoadEnded() | Prefill() | PrefillEnded():
+            case AdapterLoadEnded() | Prefill() | PrefillEnded():
                 self._count_work(effect)
             case BreakerChanged() | Fault():
                 self._count_failure(effect)
@@ -311,14 +311,14 @@ class Metrics:
         elif effect.plugin:
             self._plugin_failures.add(effect.server, effect.plugin)
 
-    def _count_work(self, work: LoadEnded | Prefill | PrefillEnded) -> None:
+    def _count_work(self, work: AdapterLoadEnded | Prefill | PrefillEnded) -> None:
         match work:
-            case LoadEnded():
+            case AdapterLoadEnded():
                 self._adapters.observe_load(work.result)
             case Prefill():
-                self._prefills.begin_leg(work)
+                self._prefills.count_start(work)
             case PrefillEnded():
-                self._prefills.observe_leg(work)
+                self._prefills.observe_end(work)
 
     def _count_decision(self, decision: Decision) -> None:
         if self.decision_log is not None:
@@ -327,12 +327,12 @@ class Metrics:
         self._requests.add("picked")
         self._picks.add(decision.server)
         if decision.history.whole:
-            self._prefills.count_whole(decision)
+            self._prefills.count_not_disaggregated(decision)
         for state, waited_s in decision.history.waits.items():
             if waited_s and state in self._waits:
                 self._waits[state].observe(waited_s, decision.server)
 
-    def compared_pick(self, pick: ShadowPick) -> None:
+    def count_shadow_pick(self, pick: ShadowPick) -> None:
         """Another picker has decided a request, and ours would have decided so."""
         self._shadow_picks.add(pick.server, pick.verdict)
         self.shadow.add(pick.verdict)
@@ -360,7 +360,7 @@ class Metrics:
         if self._llm_d is not None:
             self._llm_d.observe_pick_seconds(seconds)
 
-    def answered_here(self, what: Literal["models_listed", "health"]) -> None:
+    def count_direct_response(self, what: Literal["models_listed", "health"]) -> None:
         """Count an answer that no engine was asked for."""
         self._requests.add(what)
 
@@ -368,7 +368,7 @@ class Metrics:
         """A request was refused before it came to the core."""
         self._requests.add(refusal.outcome)
 
-    def matched_entry(self, ended_at_s: float) -> None:
+    def count_matched_entry(self, ended_at_s: float) -> None:
         """An access log entry found its decision; ``ended_at_s``: when the request ended, wall clock."""
         self._log_entries.add("settled")
         self._log_lag.observe(max(0.0, self._wall_clock() - ended_at_s))
@@ -386,11 +386,11 @@ class Metrics:
         first = "yes" if outcome.served == settled.assignment.endpoint.address else "no"
         self._answers.add(settled.server, status_class, first)
 
-    def kv_events(self, server: str, result: str) -> None:
+    def count_kv_events(self, server: str, result: str) -> None:
         """A message with KV events, or a replay of them."""
         self._kv_events.add(server, result)
 
-    def feed_failed(self, feed: str) -> None:
+    def count_feed_failure(self, feed: str) -> None:
         """A feed has failed, and is started again."""
         self._feed_restarts.add(feed)
 
@@ -402,7 +402,7 @@ class Metrics:
         """A message to or from other processes."""
         self._shared.add(result)
 
-    def peers(self, count: int) -> None:
+    def set_peers(self, count: int) -> None:
         """Number of other processes whose reports arrive."""
         self._peers.set(count)
 
@@ -410,34 +410,34 @@ class Metrics:
         """An engine's report was read."""
         self._scrapes.add(server, "read")
 
-    def scrape_failed(self, server: str) -> None:
+    def count_scrape_failure(self, server: str) -> None:
         """Count a failed read of an engine."""
         self._scrapes.add(server, "failed")
 
-    def scrapes_stretched(self, factor: float) -> None:
+    def set_scrape_interval_factor(self, factor: float) -> None:
         """Scrape intervals are so many times as long as configured."""
         self._stretch.set(factor)
 
-    def unmatched_entry(self, *, has_ticket: bool) -> None:
+    def count_unmatched_entry(self, *, has_ticket: bool) -> None:
         """An access log entry without a ticket, or with one that this process did not give or has settled."""
         self._log_entries.add("unknown_ticket" if has_ticket else "no_ticket")
 
-    def config_applied(self) -> None:
+    def on_config_applied(self) -> None:
         """A new configuration is in use. Series of ModelServers that it does not have end; one that returns begins at
         0, as after a restart.
         """
-        self.registry.keep("server", {OTHERS, "", *(pool.name for pool in self._pools())})
+        self.registry.retain_only("server", {OTHERS, "", *(pool.name for pool in self._pools())})
         self._config_reloads.add("applied")
         self._config_valid.set(1)
         self._applied_at = self._wall_clock()
         self._config_applied.set(self._applied_at)
 
-    def config_refused(self) -> None:
+    def on_config_refused(self) -> None:
         """The directory is broken; the last good state stays."""
         self._config_reloads.add("refused")
         self._config_valid.set(0)
 
-    def config_mended(self) -> None:
+    def on_config_mended(self) -> None:
         """The directory is valid again and equals the configuration in use."""
         self._config_valid.set(1)
 

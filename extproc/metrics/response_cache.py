@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
-from extproc.core.effects import AnswerRead, CacheLookup
+from extproc.core.effects import AnswerReadForCache, CacheLookup
 from extproc.metrics.exposition import Counters
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ResponseCacheMetrics:
             gauge = Gauge(f"attache_response_cache_{name}", text, registry=registry)
             gauge.set_function(partial(self._read, value))
 
-    def follow(self, store: AnswerStore) -> None:
+    def set_store(self, store: AnswerStore) -> None:
         """The answers that are kept."""
         self._store = store
 
@@ -61,7 +61,7 @@ class ResponseCacheMetrics:
                 found[route] = asked + int(number), hits + (int(number) if result == "hit" else 0)
         return found
 
-    def count(self, effect: CacheLookup | AnswerRead) -> None:
+    def count(self, effect: CacheLookup | AnswerReadForCache) -> None:
         """A request was looked up, or an answer came."""
         if isinstance(effect, CacheLookup):
             self._lookups.add(effect.route, effect.result, effect.why)

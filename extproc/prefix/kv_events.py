@@ -46,7 +46,7 @@ _STRINGS: Final = frozenset(bytes([one]) for one in (*range(0xA0, 0xC0), 0xD9, 0
 _string: Final = msgspec.msgpack.Decoder(str)
 
 
-def blocks_of_each_source(sources: int) -> int:
+def max_blocks_per_source(sources: int) -> int:
     """How many blocks a process with so many sources may keep of each."""
     return min(MOST_BLOCKS, MOST_BLOCKS_IN_ALL // max(1, sources))
 

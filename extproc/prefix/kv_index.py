@@ -30,8 +30,8 @@ from extproc.prefix.kv_events import (
     BlocksStored,
     Event,
     IgnoredEvent,
-    blocks_of_each_source,
     decode_batch,
+    max_blocks_per_source,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class KvIndex:
     """The index of one ModelServer. Blocks stored under an unknown parent are ignored."""
 
     def __init__(self) -> None:
-        self._most_blocks = blocks_of_each_source(1)
+        self._most_blocks = max_blocks_per_source(1)
         self._on_gpu, self._off_gpu = _Holders(), _Holders()
         self._caches: dict[EventSource, _Cache] = {}
         # those that were cleared, and whose blocks are still among the holders
@@ -230,7 +230,7 @@ class KvIndex:
                     found.extend(self._weigh(alive, chain, size))
         return found
 
-    def speculate(self, row: int, chains: dict[int, list[int]], now: float) -> None:
+    def assume_held(self, row: int, chains: dict[int, list[int]], now: float) -> None:
         """A prompt is sent to ``row``: count its blocks as held for ``SPECULATION_S``."""
         while self._expected and next(iter(self._expected.values()))[1] <= now:
             self._expected.popitem(last=False)

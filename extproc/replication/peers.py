@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, Protocol
 
-from extproc.core.peers import HEARTBEAT_S, EventBatch, PeerEvent, UnreadableBatch, decode_events, encode_events
+from extproc.core.peer_events import HEARTBEAT_S, EventBatch, PeerEvent, UnreadableBatch, decode_events, encode_events
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.protocol import Api
-from extproc.request.model import (
+from extproc.request.inference_request import (
     ABSENT,
     LARGE_BYTES,
     MEDIA_TOKENS,
+    ChatTemplateFields,
     InferenceRequest,
     Media,
     OutputTokens,
-    Templated,
     is_given,
-    request_of,
+    make_request,
     template_texts,
 )
-from extproc.request.rewrite import span_of
+from extproc.request.json_rewrite import span_of
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +52,7 @@ class _Message(msgspec.Struct, gc=False):
     content: msgspec.Raw = ABSENT
 
 
-class _Messages(Templated, kw_only=True, gc=False):
+class _Messages(ChatTemplateFields, kw_only=True, gc=False):
     messages: list[_Message]
     system: msgspec.Raw = ABSENT
     tools: msgspec.Raw = ABSENT
@@ -80,7 +80,7 @@ class _Source(msgspec.Struct, gc=False):
     type: str = ""
 
 
-def messages(body: bytes) -> InferenceRequest:
+def parse_messages(body: bytes) -> InferenceRequest:
     """POST /v1/messages."""
     request = _decoder.decode(body)
     prompt = _Prompt(template_texts(request))
@@ -92,13 +92,13 @@ def messages(body: bytes) -> InferenceRequest:
     if len(body) >= LARGE_BYTES:
         found = [message.content for message in request.messages if message.content]
         contents = span_of(body, found[0], found[-1]) if found else None
-    return request_of(Api.MESSAGES, request, prompt.text(), request.max_tokens, contents, media=prompt.media())
+    return make_request(Api.MESSAGES, request, prompt.text(), request.max_tokens, contents, media=prompt.media())
 
 
-def count_tokens(body: bytes) -> InferenceRequest:
+def parse_count_tokens(body: bytes) -> InferenceRequest:
     """POST /v1/messages/count_tokens: the engine computes nothing, so there is no prompt to cache and no answer."""
     request = _decoder.decode(body)
-    return request_of(Api.COUNT_TOKENS, request, b"", None, None, answers=0)
+    return make_request(Api.COUNT_TOKENS, request, b"", None, None, answers=0)
 
 
 class _Prompt:
@@ -215,7 +215,7 @@ def _without_cache_control(one: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw
     return {name: value for name, value in one.items() if name != "cache_control"}
 
 
-def chat_in(body: dict[str, Any], request: InferenceRequest) -> dict[str, Any] | None:
+def equivalent_chat(body: dict[str, Any], request: InferenceRequest) -> dict[str, Any] | None:
     """The chat of OpenAI's form that ``body``, decoded, contains or is equivalent to; None if the prompt is no chat.
 
     Raises ValueError if the body is not of its API.
@@ -224,12 +224,12 @@ def chat_in(body: dict[str, Any], request: InferenceRequest) -> dict[str, Any] |
         case None:
             return None
         case api if api.spec.prompt == "anthropic messages":
-            return chat_of(body)
+            return to_openai_chat(body)
         case api:
             return body if api.spec.prompt == "messages" else None
 
 
-def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
+def to_openai_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """The chat, without pictures. Raises ValueError for what is no such body."""
     try:
         chat: dict[str, Any] = {"messages": [*_system(body.get("system")), *_messages(body["messages"])]}

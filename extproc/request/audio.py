@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.errors import BadRequest
-from extproc.protocol import Api
-from extproc.request.model import (
+from extproc.request.inference_request import (
     ABSENT,
     INTERNAL_FIELDS,
     MOST_TOKENS,
     NUMBERS,
-    Common,
+    CommonFields,
     InferenceRequest,
     Media,
-    given,
-    large_contents,
+    given_values,
+    make_request,
     open_json_prefix,
-    request_of,
-    steering_in,
+    span_of_large_contents,
+    steering_fields_in,
 )
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
     from extproc.request.form import Form
@@ -42,7 +42,7 @@ _MOST_BYTES_PER_S: Final = 1_536_000
 _WAV: Final = struct.Struct("<22sHI6xH")
 
 
-class _Speech(Common, kw_only=True, gc=False):
+class _Speech(CommonFields, kw_only=True, gc=False):
     """``instructions``: how to speak. ``ref_text``: what the voice to be copied says."""
 
     input: msgspec.Raw
@@ -50,16 +50,16 @@ class _Speech(Common, kw_only=True, gc=False):
     ref_text: msgspec.Raw = ABSENT
 
 
-def speech(body: bytes) -> InferenceRequest:
+def parse_speech(body: bytes) -> InferenceRequest:
     """POST /v1/audio/speech: its answer is as long as its text takes to be spoken."""
     request = _speech.decode(body)
     seconds = memoryview(request.input).nbytes / _CHARACTERS_PER_S
     most = min(MOST_TOKENS, ceil(seconds * TOKENS_PER_S))
-    prompt = b"".join((*given(request.instructions, request.ref_text), open_json_prefix(request.input)))
-    return request_of(Api.SPEECH, request, prompt, most, large_contents(request.input, body))
+    prompt = b"".join((*given_values(request.instructions, request.ref_text), open_json_prefix(request.input)))
+    return make_request(Api.SPEECH, request, prompt, most, span_of_large_contents(request.input, body))
 
 
-def transcription(form: Form) -> InferenceRequest:
+def parse_transcription(form: Form) -> InferenceRequest:
     """POST /v1/audio/transcriptions: its prompt is the client's text, and so much of the audio as it has tokens."""
     model, audio = form.text("model"), form.file("file")
     for name, value in (("model", model), ("file", audio)):
@@ -69,9 +69,9 @@ def transcription(form: Form) -> InferenceRequest:
     assert audio is not None  # noqa: S101
     tokens = ceil(TOKENS_PER_S * _seconds(audio))
     sample = bytes(audio[: _BYTES_PER_TOKEN * tokens])
-    request = request_of(
+    request = make_request(
         Api.TRANSCRIPTIONS,
-        Common(model=model, stream=form.text("stream") in _TRUE),
+        CommonFields(model=model, stream=form.text("stream") in _TRUE),
         (form.text("prompt") or "").encode() + sample,
         _limit(form.text("max_completion_tokens")),
         None,
@@ -107,7 +107,7 @@ def _internal_fields(form: Form) -> tuple[str, ...]:
     if arguments is None:
         return found
     try:
-        return found + steering_in(msgspec.Raw(arguments.encode()))
+        return found + steering_fields_in(msgspec.Raw(arguments.encode()))
     except (msgspec.DecodeError, RecursionError):
         raise BadRequest("'vllm_xargs' is not JSON.", param="vllm_xargs") from None
 

@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 
 from extproc.errors import BadRequest
-from extproc.protocol import ANTHROPIC_VERSION, BODY_APIS, Api
 from extproc.request.form import read_form
-from extproc.request.model import ABSENT, NUMBERS, STEERING_FIELDS, InferenceRequest, steering_in
+from extproc.request.inference_request import ABSENT, NUMBERS, STEERING_FIELDS, InferenceRequest, steering_fields_in
+from extproc.wire_protocol import ANTHROPIC_VERSION, BODY_APIS, Api
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ _BEFORE_OBJECTS: Final = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"
 _ESCAPE: Final = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
-class Counts(msgspec.Struct, frozen=True):
+class JsonCounts(msgspec.Struct, frozen=True):
     """Marks outside of strings, and quotes that begin or end one."""
 
     objects: int = 0
@@ -75,9 +75,9 @@ class Counts(msgspec.Struct, frozen=True):
     commas: int = 0
     quotes: int = 0
 
-    def plus(self, other: Counts) -> Counts:
+    def plus(self, other: JsonCounts) -> JsonCounts:
         """The sum of both."""
-        return Counts(
+        return JsonCounts(
             self.objects + other.objects,
             self.members + other.members,
             self.commas + other.commas,
@@ -107,9 +107,9 @@ def check_bounds(body: bytes) -> None:
         _COMMA if len(body) > 2 * MOST_COMMAS else None,
         _QUOTE if len(body) > 3 * MOST_STRINGS else None,
     )
-    if not Counts(*(0 if mark is None else int(np.count_nonzero(text == mark)) for mark in marks)).is_too_much:
+    if not JsonCounts(*(0 if mark is None else int(np.count_nonzero(text == mark)) for mark in marks)).is_too_much:
         return
-    counts, start, is_inside = Counts(), 0, False
+    counts, start, is_inside = JsonCounts(), 0, False
     while start < len(body):
         end = min(len(body), start + _CHUNK_BYTES)
         while end < len(body) and end - start < 2 * _CHUNK_BYTES and body[end - 1 : end] == b"\\":
@@ -124,7 +124,9 @@ def check_bounds(body: bytes) -> None:
             )
 
 
-def count_outside_strings(chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], *, is_inside: bool) -> tuple[Counts, bool]:
+def count_outside_strings(
+    chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], *, is_inside: bool
+) -> tuple[JsonCounts, bool]:
     """Of up to 2 MiB that end with no half of an escape. ``is_inside``: whether it begins in a string; also whether it
     ends so.
     """
@@ -140,7 +142,7 @@ def count_outside_strings(chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], *, 
         inside ^= everything
     outside = inside ^ everything
     objects, members, commas = ((_bitmap(chunk, mark) & outside).bit_count() for mark in (_BRACE, _COLON, _COMMA))
-    return Counts(objects, members, commas, quotes.bit_count()), bool(inside >> max(chunk.size - 1, 0))
+    return JsonCounts(objects, members, commas, quotes.bit_count()), bool(inside >> max(chunk.size - 1, 0))
 
 
 def _bitmap(chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], mark: int) -> int:
@@ -163,7 +165,7 @@ def _escaped(backslashes: int) -> int:
 def parse_body(api: Api, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> InferenceRequest:
     """Read the request in ``body``. Raises BadRequest with the correction."""
     if not body:
-        raise no_body(api)
+        raise missing_body(api)
     if api.spec.body == "form":
         return _PARSERS[api](read_form(body, headers.get("content-type", "")))
     check_bounds(body)
@@ -188,7 +190,7 @@ def parse_body(api: Api, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) 
     return request
 
 
-def no_body(api: Api) -> BadRequest:
+def missing_body(api: Api) -> BadRequest:
     """The refusal of a request without a body."""
     what = "form" if api.spec.body == "form" else "JSON object"
     return BadRequest(f"The request has no body; send a {what} with at least 'model'.")
@@ -245,7 +247,7 @@ class _Sampling(msgspec.Struct, gc=False):
     extra_args: msgspec.Raw = ABSENT
 
 
-def steering_of_unread(body: bytes) -> tuple[str, ...]:
+def steering_fields_of_unread(body: bytes) -> tuple[str, ...]:
     """The steering fields of a body; none if it is no JSON object.
 
     Engines read more than JSON: numbers such as NaN, other encodings than UTF-8. In such a body, a field's name in
@@ -255,9 +257,9 @@ def steering_of_unread(body: bytes) -> tuple[str, ...]:
         return ()
     try:
         nested = _nested.decode(body)
-        found = steering_in(msgspec.Raw(body)) + steering_in(nested.vllm_xargs)
+        found = steering_fields_in(msgspec.Raw(body)) + steering_fields_in(nested.vllm_xargs)
         if nested.sampling_params:
-            found += steering_in(_sampling.decode(nested.sampling_params).extra_args)
+            found += steering_fields_in(_sampling.decode(nested.sampling_params).extra_args)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _named_in(body)
     return found

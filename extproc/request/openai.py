@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.protocol import Api
-from extproc.request.model import (
+from extproc.request.inference_request import (
     ABSENT,
     CHAT_TOKENS,
     LARGE_BYTES,
     Answers,
-    Common,
+    ChatTemplateFields,
+    CommonFields,
     InferenceRequest,
     OutputTokens,
     OutputTokensOrNone,
-    Templated,
-    embeddings_sent,
-    given,
+    count_prompts,
+    given_values,
     is_given,
-    large_contents,
+    make_request,
     media_in,
+    media_of_embeddings,
+    media_of_tokens,
     open_json_prefix,
-    prompts_in,
-    request_of,
+    span_of_large_contents,
     template_texts,
-    tokens_sent,
 )
-from extproc.request.rewrite import span_of
+from extproc.request.json_rewrite import span_of
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
-    from extproc.request.rewrite import Span
+    from extproc.request.json_rewrite import Span
 
 _HEADINGS: Final = {role: f"\n{role}\n".encode() for role in ("user", "assistant", "system", "tool", "developer")}
 _THINKING: Final = b"\nthinking\n"
@@ -66,7 +66,7 @@ class _Message(msgspec.Struct, gc=False):
     function_call: msgspec.Raw = ABSENT
 
 
-class _Chat(Templated, kw_only=True, gc=False):
+class _Chat(ChatTemplateFields, kw_only=True, gc=False):
     """``input_ids``: SGLang's; ``prompt_token_ids`` and, in base64, ``prompt_token_ids_b64``: TensorRT-LLM's. They read
     these in place of the messages.
     """
@@ -81,7 +81,7 @@ class _Chat(Templated, kw_only=True, gc=False):
     n: Answers = None
 
 
-class _Completion(Common, kw_only=True, gc=False):
+class _Completion(CommonFields, kw_only=True, gc=False):
     """``suffix``: SGLang writes it behind each prompt. ``prompt_embeds``: vLLM's, in place of text or beside it."""
 
     prompt: msgspec.Raw
@@ -92,14 +92,14 @@ class _Completion(Common, kw_only=True, gc=False):
     best_of: Answers = None
 
 
-class _Embeddings(Templated, kw_only=True, gc=False):
+class _Embeddings(ChatTemplateFields, kw_only=True, gc=False):
     """``messages``: vLLM reads them, too; a body that has both is a chat to it."""
 
     input: msgspec.Raw
     messages: msgspec.Raw = ABSENT
 
 
-class _Responses(Templated, kw_only=True, gc=False):
+class _Responses(ChatTemplateFields, kw_only=True, gc=False):
     """``prompt``: a stored one, with the texts that it is filled with. ``previous_input_messages`` and
     ``previous_response``: vLLM's; the conversation until now, sent by the client.
     """
@@ -116,7 +116,7 @@ class _Responses(Templated, kw_only=True, gc=False):
     previous_response: msgspec.Raw = ABSENT
 
 
-def chat(body: bytes) -> InferenceRequest:
+def parse_chat(body: bytes) -> InferenceRequest:
     """POST /v1/chat/completions."""
     request = _chat_decoder.decode(body)
     # given both, vLLM and TensorRT-LLM take max_completion_tokens, SGLang max_tokens
@@ -124,13 +124,13 @@ def chat(body: bytes) -> InferenceRequest:
     contents = _chat_contents(request, body) if len(body) >= LARGE_BYTES else None
     prompt = _chat_prompt(request)
     media = media_in([message.content for message in request.messages])
-    for tokens in given(*_tokens(request)):
-        media = media.plus(tokens_sent(tokens))
-    return request_of(Api.CHAT, request, prompt, limit, contents, answers=request.n or 1, media=media)
+    for tokens in given_values(*_tokens(request)):
+        media = media.plus(media_of_tokens(tokens))
+    return make_request(Api.CHAT, request, prompt, limit, contents, answers=request.n or 1, media=media)
 
 
 def _chat_prompt(chat: _Chat) -> bytes:
-    parts: list[bytes | msgspec.Raw] = [*template_texts(chat), *given(*_tokens(chat), chat.tools)]
+    parts: list[bytes | msgspec.Raw] = [*template_texts(chat), *given_values(*_tokens(chat), chat.tools)]
     for message in chat.messages:
         heading = _HEADINGS.get(message.role) or f"\n{message.role}\n".encode()
         others = _others(message)
@@ -139,9 +139,9 @@ def _chat_prompt(chat: _Chat) -> bytes:
             continue
         name, tools, *thoughts, tool_calls, function_call, tool_call_id = others
         # engines read one of its two names
-        thought = max(given(*thoughts), key=_size, default=ABSENT)
+        thought = max(given_values(*thoughts), key=_size, default=ABSENT)
         parts += (_THINKING, thought, heading) if thought else (heading,)
-        parts += (*given(name, tools), message.content, *given(tool_calls, function_call, tool_call_id))
+        parts += (*given_values(name, tools), message.content, *given_values(tool_calls, function_call, tool_call_id))
     return b"".join(parts)
 
 
@@ -151,42 +151,42 @@ def _chat_contents(chat: _Chat, body: bytes) -> Span | None:
     return span_of(body, contents[0], contents[-1]) if contents else None
 
 
-def completion(body: bytes) -> InferenceRequest:
+def parse_completion(body: bytes) -> InferenceRequest:
     """POST /v1/completions."""
     request = _completion_decoder.decode(body)
-    prompts = prompts_in(request.prompt, "prompt")
-    suffix, embeds = b"".join(given(request.suffix)), b"".join(given(request.prompt_embeds))
+    prompts = count_prompts(request.prompt, "prompt")
+    suffix, embeds = b"".join(given_values(request.suffix)), b"".join(given_values(request.prompt_embeds))
     if suffix:
         prompts = msgspec.structs.replace(prompts, repeated_bytes=(prompts.count - 1) * len(suffix))
-    return request_of(
+    return make_request(
         Api.COMPLETIONS,
         request,
         b"".join((embeds, open_json_prefix(request.prompt), suffix)),
         request.max_tokens,
-        large_contents(request.prompt, body),
+        span_of_large_contents(request.prompt, body),
         answers=prompts.count * max(request.n or 1, request.best_of or 1),
         prompts=prompts,
-        media=embeddings_sent(request.prompt_embeds),
+        media=media_of_embeddings(request.prompt_embeds),
     )
 
 
-def embeddings(body: bytes) -> InferenceRequest:
+def parse_embeddings(body: bytes) -> InferenceRequest:
     """POST /v1/embeddings."""
     request = _embeddings_decoder.decode(body)
-    prompts, contents = prompts_in(request.input, "input"), large_contents(request.input, body)
-    prompt = b"".join((*template_texts(request), *given(request.messages), open_json_prefix(request.input)))
+    prompts, contents = count_prompts(request.input, "input"), span_of_large_contents(request.input, body)
+    prompt = b"".join((*template_texts(request), *given_values(request.messages), open_json_prefix(request.input)))
     # nothing is written
-    return request_of(Api.EMBEDDINGS, request, prompt, None, contents, answers=0, prompts=prompts)
+    return make_request(Api.EMBEDDINGS, request, prompt, None, contents, answers=0, prompts=prompts)
 
 
-def responses(body: bytes) -> InferenceRequest:
+def parse_responses(body: bytes) -> InferenceRequest:
     """POST /v1/responses."""
     fields = _responses_decoder.decode(body)
-    before = given(fields.tools, fields.instructions, *_previous(fields))
+    before = given_values(fields.tools, fields.instructions, *_previous(fields))
     parts: list[msgspec.Raw | memoryview] = [*template_texts(fields), *before, open_json_prefix(fields.input)]
-    contents, media = large_contents(fields.input, body), media_in([fields.input])
-    request = request_of(Api.RESPONSES, fields, b"\n".join(parts), fields.max_output_tokens, contents, media=media)
-    is_stored = bool(given(fields.previous_response_id, fields.conversation, fields.prompt))
+    contents, media = span_of_large_contents(fields.input, body), media_in([fields.input])
+    request = make_request(Api.RESPONSES, fields, b"\n".join(parts), fields.max_output_tokens, contents, media=media)
+    is_stored = bool(given_values(fields.previous_response_id, fields.conversation, fields.prompt))
     in_background = is_given(fields.background) and bytes(fields.background) not in _FALSE
     if not is_stored and not in_background:
         return request

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from extproc.api.body_match import LONGEST_TEXT, TokenRange
-from extproc.request.model import ABSENT, is_given
-from extproc.request.rewrite import without_contents
+from extproc.request.inference_request import ABSENT, is_given
+from extproc.request.json_rewrite import without_contents
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from extproc.api.body_match import BodyCondition
     from extproc.api.model_route import ModelMatch
-    from extproc.request.model import InferenceRequest
+    from extproc.request.inference_request import InferenceRequest
 
 _Decoder = msgspec.json.Decoder[Any]
 # Of each character, and the quotes.
@@ -53,11 +53,11 @@ class BodyConditions(msgspec.Struct, frozen=True):
     output_tokens: TokenRange | None
 
     @property
-    def tops(self) -> set[str]:
+    def top_level_fields(self) -> set[str]:
         """The fields at the top that must be read."""
         return {one.top for one in self.fields}
 
-    def hold(self, request: InferenceRequest, tops: Mapping[str, msgspec.Raw]) -> bool:
+    def are_met(self, request: InferenceRequest, tops: Mapping[str, msgspec.Raw]) -> bool:
         """``tops``: as ``BodyReader.read`` gives them."""
         if self.input_tokens is not None and not _is_in(self.input_tokens, input_tokens(request)):
             return False

@@ -32,7 +32,7 @@ _HUFFMAN: Final = 0x80
 _TOO_LARGE: Final = "headers in too many bytes"
 
 
-class BadBlock(Exception):
+class BadHeaderBlock(Exception):
     """What a client has sent is no header block."""
 
 
@@ -60,7 +60,7 @@ class HeaderBlocks:
         self._frame: _Frame | None = None
 
     def decode(self, block: bytes) -> Headers:
-        """Its headers; raises BadBlock, after which nothing of the connection can be read."""
+        """Its headers; raises BadHeaderBlock, after which nothing of the connection can be read."""
         if block == self._last[0]:
             return self._last[1]
         if not block:
@@ -71,7 +71,7 @@ class HeaderBlocks:
                 return self._decode_whole(block)
             headers = self._decode_value(block) or self._decode_fields(block)
         except (HPACKError, IndexError, ValueError) as error:
-            raise BadBlock(str(error)[:200]) from None
+            raise BadHeaderBlock(str(error)[:200]) from None
         self._last = block, headers
         return headers
 

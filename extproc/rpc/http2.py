@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.protocol import MOST_STREAMS
-from extproc.rpc.header_blocks import BadBlock, HeaderBlocks, Headers
+from extproc.rpc.header_blocks import BadHeaderBlock, HeaderBlocks, Headers
+from extproc.wire_protocol import MOST_STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ _MAX_FRAME_SIZE: Final = 0x5
 _MAX_HEADER_LIST_SIZE: Final = 0x6
 
 
-class Frame(enum.IntEnum):
+class FrameType(enum.IntEnum):
     """Types of frames."""
 
     DATA = 0
@@ -65,7 +65,7 @@ class Frame(enum.IntEnum):
     CONTINUATION = 9
 
 
-class Code(enum.IntEnum):
+class ErrorCode(enum.IntEnum):
     """Why a stream or a connection ends."""
 
     NO_ERROR = 0
@@ -80,50 +80,50 @@ class Code(enum.IntEnum):
     ENHANCE_YOUR_CALM = 11
 
 
-_DATA: Final = int(Frame.DATA)
+_DATA: Final = int(FrameType.DATA)
 
 
-class ConnectionBroken(Exception):
+class Http2ProtocolError(Exception):
     """The client has broken the protocol, so that the connection ends; ``code`` is what it is told."""
 
-    def __init__(self, code: Code, why: str) -> None:
+    def __init__(self, code: ErrorCode, why: str) -> None:
         super().__init__(why)
         self.code = code
 
 
-class Opened(msgspec.Struct, frozen=True, gc=False):
+class StreamOpened(msgspec.Struct, frozen=True, gc=False):
     """A request has begun."""
 
     stream: int
     headers: Headers
 
 
-class Received(msgspec.Struct, frozen=True, gc=False):
+class DataReceived(msgspec.Struct, frozen=True, gc=False):
     """A part of its body, not empty."""
 
     stream: int
     data: bytes
 
 
-class Ended(msgspec.Struct, frozen=True, gc=False):
+class StreamEnded(msgspec.Struct, frozen=True, gc=False):
     """The client has sent all of it."""
 
     stream: int
 
 
-class Reset(msgspec.Struct, frozen=True, gc=False):
+class StreamReset(msgspec.Struct, frozen=True, gc=False):
     """The client takes the request back; nothing more comes of it, and nothing goes."""
 
     stream: int
 
 
-class Drained(msgspec.Struct, frozen=True, gc=False):
+class StreamDrained(msgspec.Struct, frozen=True, gc=False):
     """All that waited for the client's windows is sent."""
 
     stream: int
 
 
-Event = Opened | Received | Ended | Reset | Drained
+Event = StreamOpened | DataReceived | StreamEnded | StreamReset | StreamDrained
 
 
 class _Stream:
@@ -140,18 +140,18 @@ class _Stream:
         self.trailers: bytes | None = None
 
 
-def frame(kind: Frame, flags: int, stream: int, payload: bytes) -> bytes:
+def encode_frame(kind: FrameType, flags: int, stream: int, payload: bytes) -> bytes:
     """One frame."""
     size = len(payload)
     return _HEAD.pack(size >> 8, size & 0xFF, kind, flags, stream) + payload
 
 
 def _window_update(stream: int, size: int) -> bytes:
-    return frame(Frame.WINDOW_UPDATE, 0, stream, _NUMBER.pack(size))
+    return encode_frame(FrameType.WINDOW_UPDATE, 0, stream, _NUMBER.pack(size))
 
 
-_GREETING: Final = frame(
-    Frame.SETTINGS,
+_GREETING: Final = encode_frame(
+    FrameType.SETTINGS,
     0,
     0,
     _SETTING.pack(_HEADER_TABLE_SIZE, 0)
@@ -183,22 +183,22 @@ class Http2Connection:
         self._waiting: dict[int, _Stream] = {}
         self._events: list[Event] = []
         self._receive: dict[int, Callable[[int, int, bytes], None]] = {
-            Frame.DATA: self._receive_data,
-            Frame.HEADERS: self._receive_headers,
-            Frame.PRIORITY: self._receive_priority,
-            Frame.RST_STREAM: self._receive_reset,
-            Frame.SETTINGS: self._receive_settings,
-            Frame.PUSH_PROMISE: self._receive_push,
-            Frame.PING: self._receive_ping,
-            Frame.WINDOW_UPDATE: self._receive_window_update,
-            Frame.CONTINUATION: self._receive_continuation,
+            FrameType.DATA: self._receive_data,
+            FrameType.HEADERS: self._receive_headers,
+            FrameType.PRIORITY: self._receive_priority,
+            FrameType.RST_STREAM: self._receive_reset,
+            FrameType.SETTINGS: self._receive_settings,
+            FrameType.PUSH_PROMISE: self._receive_push,
+            FrameType.PING: self._receive_ping,
+            FrameType.WINDOW_UPDATE: self._receive_window_update,
+            FrameType.CONTINUATION: self._receive_continuation,
         }
 
     def receive(self, data: bytes) -> list[Event]:
-        """What the next bytes of the client say; raises ConnectionBroken, with a GOAWAY to be sent."""
+        """What the next bytes of the client say; raises Http2ProtocolError, with a GOAWAY to be sent."""
         try:
             self._receive_frames(self._input + data if self._input else data)
-        except ConnectionBroken as error:
+        except Http2ProtocolError as error:
             self.go_away(error.code, str(error))
             raise
         events, self._events = self._events, []
@@ -209,12 +209,12 @@ class Http2Connection:
         output, self._output = b"".join(self._output), []
         return output
 
-    def unsent(self, stream: int) -> int:
+    def unsent_count(self, stream: int) -> int:
         """How many parts of an answer wait for the client's windows."""
         found = self._streams.get(stream)
         return 0 if found is None else len(found.unsent)
 
-    def open_window(self, stream: int, size: int) -> None:
+    def grant_window(self, stream: int, size: int) -> None:
         """The caller has read ``size`` bytes of the body: as many more may come."""
         found = self._streams.get(stream)
         if found is not None and not found.is_read:
@@ -223,7 +223,7 @@ class Http2Connection:
 
     def send_headers(self, stream: int, block: bytes) -> None:
         """Begin an answer. ``block``: encoded without the dynamic table."""
-        self._output.append(frame(Frame.HEADERS, _END_HEADERS, stream, block))
+        self._output.append(encode_frame(FrameType.HEADERS, _END_HEADERS, stream, block))
 
     def send_data(self, stream: int, data: bytes) -> bool:
         """Send a part of the answer, or what of it the client's windows allow now: the rest follows by itself, and
@@ -250,21 +250,21 @@ class Http2Connection:
             if not found.unsent:
                 self._finish(stream, found)
 
-    def reset(self, stream: int, code: Code) -> None:
+    def reset_stream(self, stream: int, code: ErrorCode) -> None:
         """End a stream at once, with what is unsent dropped."""
         if self._forget(stream) is not None:
-            self._output.append(frame(Frame.RST_STREAM, 0, stream, _NUMBER.pack(code)))
+            self._output.append(encode_frame(FrameType.RST_STREAM, 0, stream, _NUMBER.pack(code)))
 
-    def go_away(self, code: Code = Code.NO_ERROR, why: str = "") -> None:
+    def go_away(self, code: ErrorCode = ErrorCode.NO_ERROR, why: str = "") -> None:
         """Tell the client to open no more streams here. Without an error, those that it has opened by then go on."""
-        last = _LAST_STREAM if code is Code.NO_ERROR else self._last_stream
-        self._output.append(frame(Frame.GOAWAY, 0, 0, _GOAWAY.pack(last, code) + why.encode()))
+        last = _LAST_STREAM if code is ErrorCode.NO_ERROR else self._last_stream
+        self._output.append(encode_frame(FrameType.GOAWAY, 0, 0, _GOAWAY.pack(last, code) + why.encode()))
 
     def _receive_frames(self, data: bytes) -> None:
         at, size = 0, len(data)
         if not self.is_greeted:
             if not PREFACE.startswith(data[: len(PREFACE)]):
-                raise ConnectionBroken(Code.PROTOCOL_ERROR, "not the preface of HTTP/2")
+                raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, "not the preface of HTTP/2")
             if size < len(PREFACE):
                 self._input = data
                 return
@@ -273,12 +273,12 @@ class Http2Connection:
             high, low, kind, flags, stream = _HEAD.unpack_from(data, at)
             length = high << 8 | low
             if length > _LARGEST_FRAME:
-                raise ConnectionBroken(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+                raise Http2ProtocolError(ErrorCode.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
             end = at + _HEAD_SIZE + length
             if end > size:
                 break
-            if self._block is not None and kind != Frame.CONTINUATION:
-                raise ConnectionBroken(Code.PROTOCOL_ERROR, "a frame inside of a header block")
+            if self._block is not None and kind != FrameType.CONTINUATION:
+                raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, "a frame inside of a header block")
             take = self._receive.get(kind)
             # of unknown types, as a GOAWAY, nothing follows
             if take is not None:
@@ -299,27 +299,27 @@ class Http2Connection:
             return
         found.incoming -= size
         if found.incoming < 0:
-            raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, "more than the stream's window")
+            raise Http2ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "more than the stream's window")
         if found.is_read:
-            raise ConnectionBroken(Code.STREAM_CLOSED, "data behind the end of a request")
+            raise Http2ProtocolError(ErrorCode.STREAM_CLOSED, "data behind the end of a request")
         data = payload if not flags & _PADDED else _without_padding(payload)
         if len(data) != size:
             # nobody reads what only fills up
-            self.open_window(stream, size - len(data))
+            self.grant_window(stream, size - len(data))
         if data:
-            self._events.append(Received(stream, data))
+            self._events.append(DataReceived(stream, data))
         if flags & _END_STREAM:
             found.is_read = True
-            self._events.append(Ended(stream))
+            self._events.append(StreamEnded(stream))
 
     def _receive_headers(self, flags: int, stream: int, payload: bytes) -> None:
         if not stream % 2:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a stream that no client may open")
+            raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, "a stream that no client may open")
         if flags & _PADDED:
             payload = _without_padding(payload)
         if flags & _PRIORITY:
             if len(payload) < 5:
-                raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "headers without their priority")
+                raise Http2ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "headers without their priority")
             payload = payload[5:]
         is_end = bool(flags & _END_STREAM)
         if flags & _END_HEADERS:
@@ -329,11 +329,11 @@ class Http2Connection:
 
     def _receive_continuation(self, flags: int, stream: int, payload: bytes) -> None:
         if self._block is None or self._block[0] != stream:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a continuation of nothing")
+            raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, "a continuation of nothing")
         _, is_end, block = self._block
         block += payload
         if len(block) > _MOST_HEADER_BYTES or not payload:
-            raise ConnectionBroken(Code.ENHANCE_YOUR_CALM, "headers in too many bytes or frames")
+            raise Http2ProtocolError(ErrorCode.ENHANCE_YOUR_CALM, "headers in too many bytes or frames")
         if flags & _END_HEADERS:
             self._block = None
             self._receive_block(stream, bytes(block), is_end=is_end)
@@ -342,62 +342,64 @@ class Http2Connection:
         # also where nobody reads them: the decoder learns from each block
         try:
             headers = self._blocks.decode(block)
-        except BadBlock as error:
-            raise ConnectionBroken(Code.COMPRESSION_ERROR, str(error)) from None
+        except BadHeaderBlock as error:
+            raise Http2ProtocolError(ErrorCode.COMPRESSION_ERROR, str(error)) from None
         found = self._streams.get(stream)
         if stream > self._last_stream:
             self._last_stream = stream
             if len(self._streams) >= MOST_STREAMS:
-                self._output.append(frame(Frame.RST_STREAM, 0, stream, _NUMBER.pack(Code.REFUSED_STREAM)))
+                self._output.append(
+                    encode_frame(FrameType.RST_STREAM, 0, stream, _NUMBER.pack(ErrorCode.REFUSED_STREAM))
+                )
                 return
             found = self._streams[stream] = _Stream(self._first_outgoing)
-            self._events.append(Opened(stream, headers))
+            self._events.append(StreamOpened(stream, headers))
         elif found is not None and not is_end:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "trailers that do not end the request")
+            raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, "trailers that do not end the request")
         if found is not None and is_end:
             if found.is_read:
-                raise ConnectionBroken(Code.STREAM_CLOSED, "headers behind the end of a request")
+                raise Http2ProtocolError(ErrorCode.STREAM_CLOSED, "headers behind the end of a request")
             found.is_read = True
-            self._events.append(Ended(stream))
+            self._events.append(StreamEnded(stream))
 
     def _receive_priority(self, _: int, stream: int, payload: bytes) -> None:
         if not stream or len(payload) != 5:
-            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "no priority")
+            raise Http2ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "no priority")
 
     def _receive_push(self, _: int, __: int, ___: bytes) -> None:
-        raise ConnectionBroken(Code.PROTOCOL_ERROR, "clients push nothing")
+        raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, "clients push nothing")
 
     def _receive_reset(self, _: int, stream: int, payload: bytes) -> None:
         if len(payload) != 4:
-            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "no code of a reset")
+            raise Http2ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "no code of a reset")
         self._expect_known(stream)
         if self._forget(stream) is not None:
-            self._events.append(Reset(stream))
+            self._events.append(StreamReset(stream))
 
     def _receive_ping(self, flags: int, stream: int, payload: bytes) -> None:
         if stream or len(payload) != 8:
-            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "no ping")
+            raise Http2ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "no ping")
         if not flags & _ACK:
-            self._output.append(frame(Frame.PING, _ACK, 0, payload))
+            self._output.append(encode_frame(FrameType.PING, _ACK, 0, payload))
 
     def _receive_settings(self, flags: int, stream: int, payload: bytes) -> None:
         if stream or len(payload) % _SETTING.size or (flags & _ACK and payload):
-            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "no settings")
+            raise Http2ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "no settings")
         if flags & _ACK:
             return
         window = self._first_outgoing
         for name, value in _SETTING.iter_unpack(payload):
             if name == _INITIAL_WINDOW_SIZE:
                 if value > _LARGEST_WINDOW:
-                    raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, f"a window of {value} bytes")
+                    raise Http2ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {value} bytes")
                 window = value
             elif name == _MAX_FRAME_SIZE:
                 if not _LARGEST_FRAME <= value < 2**24:
-                    raise ConnectionBroken(Code.PROTOCOL_ERROR, f"a largest frame of {value} bytes")
+                    raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, f"a largest frame of {value} bytes")
                 self._largest_frame = value
         # once for the frame, which may hold thousands: each changes every stream
         self._set_first_window(window)
-        self._output.append(frame(Frame.SETTINGS, _ACK, 0, b""))
+        self._output.append(encode_frame(FrameType.SETTINGS, _ACK, 0, b""))
         self._send_waiting()
 
     def _set_first_window(self, size: int) -> None:
@@ -407,18 +409,18 @@ class Http2Connection:
         for stream in self._streams.values():
             stream.outgoing += more
             if stream.outgoing > _LARGEST_WINDOW:
-                raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, "a window beyond the largest")
+                raise Http2ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "a window beyond the largest")
 
     def _receive_window_update(self, _: int, stream: int, payload: bytes) -> None:
         if len(payload) != 4:
-            raise ConnectionBroken(Code.FRAME_SIZE_ERROR, "no window update")
+            raise Http2ProtocolError(ErrorCode.FRAME_SIZE_ERROR, "no window update")
         more = _NUMBER.unpack(payload)[0] & _LARGEST_WINDOW
         if not more:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, "a window that opens by nothing")
+            raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, "a window that opens by nothing")
         if not stream:
             self._outgoing += more
             if self._outgoing > _LARGEST_WINDOW:
-                raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, "a window beyond the largest")
+                raise Http2ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "a window beyond the largest")
             self._send_waiting()
             return
         found = self._streams.get(stream)
@@ -427,13 +429,13 @@ class Http2Connection:
             return
         found.outgoing += more
         if found.outgoing > _LARGEST_WINDOW:
-            raise ConnectionBroken(Code.FLOW_CONTROL_ERROR, "a window beyond the largest")
+            raise Http2ProtocolError(ErrorCode.FLOW_CONTROL_ERROR, "a window beyond the largest")
         self._send_unsent(stream, found)
 
     def _expect_known(self, stream: int) -> None:
         """A stream that has ended here may get frames that were on their way."""
         if not stream or stream > self._last_stream:
-            raise ConnectionBroken(Code.PROTOCOL_ERROR, f"a frame for stream {stream}, which was never opened")
+            raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, f"a frame for stream {stream}, which was never opened")
 
     def _send_waiting(self) -> None:
         for stream, found in list(self._waiting.items()):
@@ -453,19 +455,19 @@ class Http2Connection:
                 data = data[:most]
             self._outgoing -= len(data)
             found.outgoing -= len(data)
-            self._output.append(frame(Frame.DATA, 0, stream, data))
+            self._output.append(encode_frame(FrameType.DATA, 0, stream, data))
         if self._waiting.pop(stream, None) is not None:
-            self._events.append(Drained(stream))
+            self._events.append(StreamDrained(stream))
         if found.trailers is not None:
             self._finish(stream, found)
 
     def _finish(self, stream: int, found: _Stream) -> None:
-        self._output.append(frame(Frame.HEADERS, _END_HEADERS | _END_STREAM, stream, found.trailers or b""))
+        self._output.append(encode_frame(FrameType.HEADERS, _END_HEADERS | _END_STREAM, stream, found.trailers or b""))
         if found.is_read:
             self._forget(stream)
         else:
             # the answer is whole before the request is: the client need not send the rest
-            self.reset(stream, Code.NO_ERROR)
+            self.reset_stream(stream, ErrorCode.NO_ERROR)
 
     def _forget(self, stream: int) -> _Stream | None:
         self._waiting.pop(stream, None)
@@ -474,5 +476,5 @@ class Http2Connection:
 
 def _without_padding(payload: bytes) -> bytes:
     if not payload or payload[0] >= len(payload):
-        raise ConnectionBroken(Code.PROTOCOL_ERROR, "more padding than frame")
+        raise Http2ProtocolError(ErrorCode.PROTOCOL_ERROR, "more padding than frame")
     return payload[1 : len(payload) - payload[0]]

@@ -18,18 +18,18 @@ from urllib.parse import quote
 from google.protobuf.message import DecodeError
 from hpack.hpack import encode_integer
 
-from extproc.failures import FailureLog
-from extproc.ports import BACKLOG
+from extproc.listen_sockets import BACKLOG
 from extproc.rpc.http2 import (
     WINDOW,
-    ConnectionBroken,
-    Drained,
-    Ended,
+    DataReceived,
     Http2Connection,
-    Opened,
-    Received,
-    Reset,
+    Http2ProtocolError,
+    StreamDrained,
+    StreamEnded,
+    StreamOpened,
+    StreamReset,
 )
+from extproc.task_supervisor import FailureLog
 
 if TYPE_CHECKING:
     import socket
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from extproc.rpc.header_blocks import Headers
 
-    Handler = Callable[["Call"], Awaitable[None]]
+    Handler = Callable[["RpcCall"], Awaitable[None]]
     # From a message to the answer; None: the handler is to have it.
     Relay = Callable[[bytes], bytes | None]
 
@@ -131,7 +131,7 @@ class _Reader:
         return messages
 
 
-class Call:
+class RpcCall:
     """One call, as its handler sees it. ``metadata``: the headers of its request."""
 
     def __init__(self, connection: _Connection, stream: int, metadata: Headers, most_message_bytes: int) -> None:
@@ -175,11 +175,11 @@ class Call:
         self._connection.flush()
         while not is_sent:
             await self._wait()
-            is_sent = not self._connection.http2.unsent(self._stream)
+            is_sent = not self._connection.http2.unsent_count(self._stream)
         if self._connection.is_full is not None:
             await self._connection.is_full.wait()
 
-    def end(self, status: Status, why: str) -> None:
+    def finish(self, status: Status, why: str) -> None:
         """The last of the answer."""
         self._begin()
         self._connection.http2.end_stream(self._stream, _trailers(status, why))
@@ -206,7 +206,7 @@ class Call:
 
     def _is_relayed(self, message: bytes, relay: Relay) -> bool:
         # the handler can wait until the client takes more
-        if self._connection.is_full is not None or self._connection.http2.unsent(self._stream):
+        if self._connection.is_full is not None or self._connection.http2.unsent_count(self._stream):
             return False
         try:
             answer = relay(message)
@@ -222,7 +222,7 @@ class Call:
         self._begin()
         return self._connection.http2.send_data(self._stream, _PREFIX.pack(0, len(message)) + message)
 
-    def take_end(self) -> None:
+    def on_end_stream(self) -> None:
         """The request is whole."""
         self._is_read = True
         self.wake()
@@ -247,7 +247,7 @@ class Call:
     def _open_window(self) -> None:
         """Open the client's window again by halves, while the handler keeps up with what comes."""
         if self._owed >= WINDOW // 2 and self._unread < WINDOW // 2:
-            self._connection.http2.open_window(self._stream, self._owed)
+            self._connection.http2.grant_window(self._stream, self._owed)
             self._owed = 0
             self._connection.flush()
 
@@ -262,7 +262,7 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._transport: asyncio.Transport
         self._late: asyncio.TimerHandle
-        self._calls: dict[int, tuple[Call, asyncio.Task[None]]] = {}
+        self._calls: dict[int, tuple[RpcCall, asyncio.Task[None]]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -279,24 +279,24 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             events = self.http2.receive(data)
-        except ConnectionBroken as error:
-            self._server.failures.note("a gateway's connection breaks HTTP/2", error, is_ours=False)
+        except Http2ProtocolError as error:
+            self._server.failures.record("a gateway's connection breaks HTTP/2", error, is_ours=False)
             self.flush()
             self._transport.close()
             return
         for event in events:
-            if isinstance(event, Opened):
+            if isinstance(event, StreamOpened):
                 self._open(event.stream, event.headers)
             elif event.stream in self._calls:
                 call, task = self._calls[event.stream]
                 match event:
-                    case Received():
+                    case DataReceived():
                         call.on_data(event.data)
-                    case Ended():
-                        call.take_end()
-                    case Drained():
+                    case StreamEnded():
+                        call.on_end_stream()
+                    case StreamDrained():
                         call.wake()
-                    case Reset():
+                    case StreamReset():
                         task.cancel()
         self.flush()
 
@@ -309,13 +309,13 @@ class _Connection(asyncio.Protocol):
         if handler is None:
             self.http2.end_stream(stream, _HEAD + _trailers(Status.UNIMPLEMENTED, "there is no such method"))
             return
-        call = Call(self, stream, headers, self._server.most_message_bytes())
+        call = RpcCall(self, stream, headers, self._server.most_message_bytes())
         task = asyncio.get_running_loop().create_task(self._run(handler, call))
         self._calls[stream] = call, task
         # not in the task: one that is cancelled before its first step runs none of its code
         task.add_done_callback(lambda _: self._calls.pop(stream))
 
-    async def _run(self, handler: Handler, call: Call) -> None:
+    async def _run(self, handler: Handler, call: RpcCall) -> None:
         status, why = Status.OK, ""
         try:
             await handler(call)
@@ -326,11 +326,11 @@ class _Connection(asyncio.Protocol):
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends one call
             self.note_failure(error)
             status, why = Status.UNKNOWN, type(error).__name__
-        call.end(status, why)
+        call.finish(status, why)
 
     def note_failure(self, error: Exception) -> None:
         """Of a call."""
-        self._server.failures.note("a call has failed", error)
+        self._server.failures.record("a call has failed", error)
 
     def flush(self) -> None:
         """Hand over what is to be sent."""

@@ -23,49 +23,49 @@ import msgspec
 from prometheus_client import disable_created_metrics
 
 from extproc.api.addresses import join_host_port
+from extproc.api.config_loader import ConfigSource
 from extproc.api.gateway_config import unreachable_listener
-from extproc.api.load import Directory
-from extproc.api.snapshot import kept_connections, limits_without_redis, missing_descriptors
+from extproc.api.snapshot import file_descriptor_warnings, limits_without_redis, max_idle_connections
 from extproc.api.tracing import Tracing
-from extproc.core.accounts import NO_OTHERS, RecentGrants
-from extproc.core.breakers import server_problems
+from extproc.core.breakers import server_breaker_problems
 from extproc.core.core import Core
 from extproc.core.effects import AbortDecode, CancelPrefill, LoadAdapter, LogUsage, Prefill
-from extproc.failures import Supervisor
-from extproc.feeds.directory import DirectoryFeed
-from extproc.feeds.engine_access import EngineAccess
-from extproc.feeds.engines import EngineScraper
-from extproc.feeds.guards import Guards
+from extproc.core.limit_accounting import NO_OTHERS, RecentGrants
+from extproc.feeds.config_directory import DirectoryFeed
+from extproc.feeds.engine_http import EngineCredentials
+from extproc.feeds.engine_scraper import EngineScraper
+from extproc.feeds.guard_client import GuardClient
 from extproc.feeds.kv_events import KvEventFeed
-from extproc.feeds.payloads import PayloadExporter
+from extproc.feeds.model_repositories import ModelRepositoryReader
+from extproc.feeds.payload_exporter import PayloadExporter
 from extproc.feeds.redis_limits import RedisLimits
-from extproc.feeds.repositories import RepositoryLists
-from extproc.feeds.saved_levels import SavedLevels
-from extproc.feeds.saved_objectives import SavedObjectives
+from extproc.feeds.saved_limits import SavedLimits
+from extproc.feeds.saved_slo_counts import SavedSloCounts
 from extproc.feeds.shared_grants import SharedGrants
-from extproc.feeds.state_owner import StateOwner
-from extproc.feeds.tokens import Tokenizers
-from extproc.feeds.traces import TraceExporter
-from extproc.feeds.usage_lines import UsageLines
+from extproc.feeds.state_lock import StateLock
+from extproc.feeds.tokenizers import Tokenizers
+from extproc.feeds.trace_exporter import TraceExporter
+from extproc.feeds.usage_log_writer import UsageLogWriter
 from extproc.feeds.usage_rollups import UsageRollups
-from extproc.line_file import LineFile, on_loop
-from extproc.llmd.files import PickerFactory
+from extproc.line_writer import LineWriter, count_on_loop
+from extproc.listen_sockets import listen
+from extproc.llmd.picker_builder import PickerFactory
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics, TlsMetrics
-from extproc.notify import ALIVE, READY, STOPPING, notify, watchdog_s
-from extproc.ports import listen
 from extproc.replication.buses import LocalBus, RedisBus
 from extproc.replication.peers import Bus, Peers
 from extproc.runtime.demand_watch import DemandWatch
-from extproc.runtime.performer import Performer, Services
-from extproc.runtime.worker import Worker
+from extproc.runtime.effect_performer import Performer, Services
+from extproc.runtime.worker import WorkerSettings
 from extproc.scheduling.model_check import model_problems
+from extproc.sd_notify import ALIVE, READY, STOPPING, notify, watchdog_s
 from extproc.streams.context import GatewayOptions, StreamContext
-from extproc.streams.duplex import Duplex
+from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.health import HealthPort
 from extproc.streams.server import GrpcServer
-from extproc.streams.tls import FollowedCertificate, TlsFiles, TlsLimits
+from extproc.streams.tls import ReloadingCertificate, TlsFiles, TlsLimits
+from extproc.task_supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -76,10 +76,10 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import ConfigReport
     from extproc.core.effects import Work
-    from extproc.core.peers import PeerEvent
-    from extproc.feeds.adapters import AdapterLoader
-    from extproc.feeds.prefills import Prefills
-    from extproc.line_file import LineResult
+    from extproc.core.peer_events import PeerEvent
+    from extproc.feeds.adapter_loader import AdapterLoader
+    from extproc.feeds.prefill_client import PrefillClient
+    from extproc.line_writer import LineResult
 
 log = logging.getLogger(__name__)
 # How long a worker that starts waits for another one's levels; they answer within some 0.1 s.
@@ -95,7 +95,7 @@ _TRIM_EACH_S: Final = 60.0
 _SHADOW_REPORT_S: Final = 60.0
 
 
-class Tls(msgspec.Struct, frozen=True):
+class GrpcTls(msgspec.Struct, frozen=True):
     """The gRPC port has TLS. ``files``: of the certificate; None: a self-signed one."""
 
     files: TlsFiles | None = None
@@ -108,7 +108,7 @@ class Settings(msgspec.Struct, frozen=True):
     ``grace_s``: how long requests are still taken after SIGTERM; ``drain_s``: how long they may then take to end.
     """
 
-    config: Directory
+    config: ConfigSource
     listen: str
     metrics: tuple[str, int] | Path | None
     grace_s: float
@@ -120,7 +120,7 @@ class Settings(msgspec.Struct, frozen=True):
     decision_share: float = 0.01
     # serve /debug/explain; it reveals which prompts of others are cached: for operators only
     shows_reasons: bool = False
-    worker: Worker | None = None
+    worker: WorkerSettings | None = None
     # where all processes of this machine listen; empty if their caller is not ours to configure
     listens: tuple[str, ...] = ()
     redis: str | None = None
@@ -129,7 +129,7 @@ class Settings(msgspec.Struct, frozen=True):
     state: Path | None = None
     # where gRPC's health service listens beside the port of the streams, if anywhere
     health: str | None = None
-    tls: Tls | None = None
+    tls: GrpcTls | None = None
     # where the usage process answers, if there is one
     usage_api: str | None = None
     # where the manager's pages are, for the console
@@ -176,17 +176,17 @@ class App:
         core.on_wall_clock(wall_clock(), clock())
         self._log_file = self._open_decision_log()
         metrics = self._metrics = self._make_metrics(self._log_file)
-        access = self._access = EngineAccess(os.environ, clock, settings.files or settings.config.path)
+        access = self._access = EngineCredentials(os.environ, clock, settings.files or settings.config.path)
         self._tokenizers, source = Tokenizers(metrics, access), f"urn:attache:{socket.gethostname()}"
-        self._guards = Guards(access, clock=clock, source=source)
+        self._guards = GuardClient(access, clock=clock, source=source)
         self._limits: RedisLimits | None = None
         if settings.redis is not None:
             self._limits = RedisLimits(settings.redis, settings.redis_channel, metrics, clock, process=origin)
         number = 0 if settings.worker is None else settings.worker.number
-        self._owner = None if settings.state is None else StateOwner(settings.state, number)
+        self._owner = None if settings.state is None else StateLock(settings.state, number)
         self._saved = self._load_saved(number)
         demand = self._demand = DemandWatch(core, clock)
-        self._supervisor = Supervisor(metrics.feed_failed)
+        self._supervisor = Supervisor(metrics.count_feed_failure)
         self._peers = Peers(buses, metrics, origin=origin)
         performer = self._performer = Performer(
             core,
@@ -198,19 +198,19 @@ class App:
             done=demand.notify_followers,
         )
         self._loader: AdapterLoader | None = None
-        self._prefills: Prefills | None = None
+        self._prefills: PrefillClient | None = None
         self._rollups = None if settings.usage_api is None else self._usage_rollups(settings.usage_api)
         self._feed = DirectoryFeed(
             settings.config, core, metrics, settle_s=settings.settle_s, apply=self._apply, clock=clock
         )
-        self._feed.started_with(snapshot)
+        self._feed.set_initial_snapshot(snapshot)
         self._missed, self._warnings = "", list[str]()
         self._after_load(snapshot)
-        self._certificate: FollowedCertificate | None = None
+        self._certificate: ReloadingCertificate | None = None
         if settings.tls is not None:
             tls_metrics = TlsMetrics(metrics.registry)
             tls, now = settings.tls, lambda: datetime.now(UTC)
-            self._certificate = FollowedCertificate(tls.files, tls_metrics, now, tls.limits)
+            self._certificate = ReloadingCertificate(tls.files, tls_metrics, now, tls.limits)
         self._kv_events = KvEventFeed(core, metrics, self._supervisor)
         self._scraper = EngineScraper(
             core,
@@ -219,7 +219,7 @@ class App:
             clock=clock,
             rng=random.Random(),
             deliver=performer.on_metrics,
-            most_connections=kept_connections(settings.descriptors),
+            most_connections=max_idle_connections(settings.descriptors),
         )
         traces = self._traces = TraceExporter(
             lambda: settings.otlp or core.snapshot.gateway.tracing,
@@ -250,16 +250,16 @@ class App:
         self._server = GrpcServer(
             streams,
             new_exchange=lambda of_stream, is_trusted, origin: Exchange(
-                of_stream, Duplex, is_trusted=is_trusted, origin=origin
+                of_stream, DuplexExchange, is_trusted=is_trusted, origin=origin
             ),
-            answer_to=performer.answer_to,
-            before_each=demand.let_go_first,
+            answer_to=performer.wait_for_answer,
+            before_each=demand.yield_to_followers,
         )
         self._health_port = HealthPort(self._server.health)
 
     @cached_property
-    def _usage_lines(self) -> UsageLines:
-        return UsageLines(lambda: self._core.snapshot.gateway.usage_log, self._metrics.registry)
+    def _usage_lines(self) -> UsageLogWriter:
+        return UsageLogWriter(lambda: self._core.snapshot.gateway.usage_log, self._metrics.registry)
 
     def _recent_grants(self, origin: str) -> RecentGrants:
         worker = self._settings.worker
@@ -278,12 +278,12 @@ class App:
             buses.append(RedisBus(settings.redis, settings.redis_channel))
         return buses
 
-    def _make_metrics(self, log_file: LineFile | None) -> Metrics:
+    def _make_metrics(self, log_file: LineWriter | None) -> Metrics:
         core, settings = self._core, self._settings
         decision_log = None
         if log_file is not None:
             decision_log = DecisionLog(
-                log_file.put,
+                log_file.enqueue,
                 share=settings.decision_share,
                 rng=random.Random(),
                 wall_clock=self._wall_clock,
@@ -299,12 +299,12 @@ class App:
             has_llm_d_names=settings.has_llm_d_names,
             decision_log=decision_log,
         )
-        made.objectives.follow(core.objective_classes)
-        made.caches.follow(core.answers)
-        made.registry.names.follow(core.configured_names)
+        made.objectives.set_source(core.objective_classes)
+        made.caches.set_store(core.stored_answers)
+        made.registry.names.set_source(core.configured_names)
         return made
 
-    def _open_decision_log(self) -> LineFile | None:
+    def _open_decision_log(self) -> LineWriter | None:
         settings = self._settings
         if settings.decision_log is None:
             return None
@@ -312,26 +312,28 @@ class App:
         def count(result: LineResult, lines: int) -> None:
             self._metrics.count_log_lines(result, lines)
 
-        return LineFile(settings.decision_log, on_loop(asyncio.get_running_loop(), count))
+        return LineWriter(settings.decision_log, count_on_loop(asyncio.get_running_loop(), count))
 
-    def _load_saved(self, number: int) -> dict[str, SavedLevels | SavedObjectives]:
+    def _load_saved(self, number: int) -> dict[str, SavedLimits | SavedSloCounts]:
         """What outlives the process and was saved, by the name of its feed; raises OSError if there can be no
         directory.
         """
         directory, owner, limits = self._settings.state, self._owner, self._core.admission.limits
         if directory is None or owner is None:
             return {}
-        saved: dict[str, SavedLevels | SavedObjectives] = {
-            "saved_levels": SavedLevels(
+        saved: dict[str, SavedLimits | SavedSloCounts] = {
+            "saved_levels": SavedLimits(
                 limits,
                 directory,
                 pools=lambda: self._core.pools,
                 number=number,
                 clock=self._clock,
                 wall_clock=self._wall_clock,
-                owns=owner.owns,
+                owns=owner.try_acquire,
             ),
-            "saved_objectives": SavedObjectives(self._metrics.objectives, directory, number=number, owns=owner.owns),
+            "saved_objectives": SavedSloCounts(
+                self._metrics.objectives, directory, number=number, owns=owner.try_acquire
+            ),
         }
         for one in saved.values():
             one.load()
@@ -351,28 +353,30 @@ class App:
         """Have an engine load an adapter, or prefill, or write a line; the HTTP client comes with the first of them."""
         match ask:
             case LoadAdapter():
-                self._loads().start(ask)
+                self._loads().start_load(ask)
             case Prefill():
-                self._legs().start(ask)
+                self._legs().start_prefill(ask)
             case CancelPrefill():
-                self._legs().cancel(ask.ticket, after_s=ask.after_s)
+                self._legs().cancel_prefill(ask.ticket, after_s=ask.after_s)
             case AbortDecode():
-                self._legs().abort(ask)
+                self._legs().abort_decode(ask)
             case LogUsage():
                 self._usage_lines.add(ask.line)
 
     def _loads(self) -> AdapterLoader:
         if self._loader is None:
-            from extproc.feeds.adapters import AdapterLoader  # noqa: PLC0415 - as the pages' HTTP library
+            from extproc.feeds.adapter_loader import AdapterLoader  # noqa: PLC0415 - as the pages' HTTP library
 
             self._loader = AdapterLoader(self._core, self._access, clock=self._clock, deliver=self._performer.on_result)
         return self._loader
 
-    def _legs(self) -> Prefills:
+    def _legs(self) -> PrefillClient:
         if self._prefills is None:
-            from extproc.feeds.prefills import Prefills  # noqa: PLC0415 - likewise
+            from extproc.feeds.prefill_client import PrefillClient  # noqa: PLC0415 - likewise
 
-            self._prefills = Prefills(self._core, self._access, clock=self._clock, deliver=self._performer.on_result)
+            self._prefills = PrefillClient(
+                self._core, self._access, clock=self._clock, deliver=self._performer.on_result
+            )
         return self._prefills
 
     def _apply(self, snapshot: Snapshot) -> None:
@@ -381,7 +385,7 @@ class App:
 
     def _after_load(self, snapshot: Snapshot) -> None:
         """Called when a configuration has been put into use."""
-        self._access.keep(self._core.pools.values(), snapshot.gateway.guards)
+        self._access.retain_only(self._core.pools.values(), snapshot.gateway.guards)
         pool = self._settings.gateway.pool
         if pool is None or any(server.metadata.key == pool for server in snapshot.servers):
             self._has_pool.set()
@@ -391,7 +395,7 @@ class App:
         worker = self._settings.worker
         if worker is not None and worker.number:
             return
-        warnings = [*missing_descriptors(snapshot, self._settings.descriptors)]
+        warnings = [*file_descriptor_warnings(snapshot, self._settings.descriptors)]
         if self._settings.redis is None:
             warnings += limits_without_redis(snapshot)
         for warning in warnings:
@@ -497,9 +501,9 @@ class App:
             "payloads": self._payloads.run,
         }
         if self._certificate is not None:
-            feeds["certificate"] = self._certificate.follow
+            feeds["certificate"] = self._certificate.watch_files
         if self._settings.listens:
-            feeds["contact"] = partial(watch_contact, self._settings.listen, self._metrics, self._clock)
+            feeds["contact"] = partial(watch_envoy_contact, self._settings.listen, self._metrics, self._clock)
         if self._limits is not None:
             feeds["redis_limits"] = self._limits.run
         feeds |= {name: one.run for name, one in self._saved.items()}
@@ -510,7 +514,9 @@ class App:
         worker = self._settings.worker
         if worker is None or not worker.number:
             feeds["engines"] = self._scraper.run
-            feeds["repositories"] = RepositoryLists(self._core, self._access, deliver=self._performer.on_metrics).run
+            feeds["repositories"] = ModelRepositoryReader(
+                self._core, self._access, deliver=self._performer.on_metrics
+            ).run
         return feeds
 
     async def _follow_wall_clock(self) -> None:
@@ -593,7 +599,7 @@ class App:
 
     def _report(self) -> ConfigReport:
         wrong_models = model_problems(self._core.pools.values())
-        breakers = server_problems(self._core.pools.values(), self._clock())
+        breakers = server_breaker_problems(self._core.pools.values(), self._clock())
         return msgspec.structs.replace(self._feed.report, wrong_models=wrong_models, open_breakers=breakers)
 
     async def _serve_pages(self) -> web.AppRunner | None:
@@ -601,12 +607,12 @@ class App:
         if address is None:
             return None
         # the HTTP library takes as long to load as all else, and requests need not wait for it
-        from extproc.console.access import token_guard  # noqa: PLC0415
-        from extproc.console.pages import ConsolePages, Place  # noqa: PLC0415
-        from extproc.runtime.pages import ExplainPage, objectives_page, reset_page, serve_pages  # noqa: PLC0415
+        from extproc.console.pages import ConsolePages, WorkerAddress  # noqa: PLC0415
+        from extproc.console.token_auth import token_auth_middleware  # noqa: PLC0415
+        from extproc.runtime.admin_pages import ExplainPage, objectives_page, reset_page, serve_pages  # noqa: PLC0415
 
         explain = ExplainPage(
-            self._core, self._tokenizers.tokens_of, self._clock, settings.gateway, guard_says=self._guards.answer_to
+            self._core, self._tokenizers.tokens_of, self._clock, settings.gateway, guard_says=self._guards.ask_guard
         )
         console = ConsolePages(
             self._core,
@@ -615,7 +621,7 @@ class App:
             wall_clock=self._wall_clock,
             is_ready=lambda: self._is_ready,
             report=self._report,
-            place=Place(
+            place=WorkerAddress(
                 address,
                 *((0, 1) if worker is None else (worker.number, worker.workers)),
                 has_explain=settings.shows_reasons,
@@ -637,7 +643,7 @@ class App:
                 objectives_page(self._metrics.objectives.report),
                 reset_page(self._core, self._clock, self._performer.perform),
             ],
-            guard=None if settings.console_token is None else token_guard(settings.console_token),
+            guard=None if settings.console_token is None else token_auth_middleware(settings.console_token),
         )
 
 
@@ -723,7 +729,7 @@ class EnvoyContact:
         return is_missed
 
 
-async def watch_contact(listen: str, metrics: Metrics, clock: Callable[[], float]) -> None:
+async def watch_envoy_contact(listen: str, metrics: Metrics, clock: Callable[[], float]) -> None:
     """Log when Envoy's streams stay away, until cancelled. ``listen``: where Envoy should call."""
     contact = EnvoyContact(started_at_s=clock())
     while True:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.status_pages import changed_since, is_news_at
+from extproc.api.status_pages import changed_since, next_notify_count
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection
@@ -43,7 +43,7 @@ class _Follower:
         self.knows: dict[str, int] = {}
 
     def is_news(self, name: str, unfinished: int) -> bool:
-        return unfinished >= is_news_at(self.knows.get(name, 0))
+        return unfinished >= next_notify_count(self.knows.get(name, 0))
 
 
 class DemandWatch:
@@ -64,11 +64,11 @@ class DemandWatch:
         self._is_closed = False
 
     @property
-    def accepts_followers(self) -> bool:
+    def may_accept_follower(self) -> bool:
         """Whether one more may follow."""
         return len(self._followers) < MOST_WATCHERS and not self._is_closed
 
-    async def line(self) -> bytes:
+    async def current_line(self) -> bytes:
         """The present demand as JSON. Does not affect what streams get, nor when."""
         return _line(await self._page(lambda name: self._made(name, self._clock())))
 
@@ -98,15 +98,15 @@ class DemandWatch:
 
     def _note(self, follower: _Follower, name: str) -> None:
         """Record the server's unfinished requests in a stream's line."""
-        unfinished = self._core.meter.unfinished(name)
+        unfinished = self._core.meter.unfinished_requests(name)
         if unfinished:
             follower.knows[name] = unfinished
         else:
             follower.knows.pop(name, None)
-        self._core.meter.notify_at(name, is_news_at(unfinished))
+        self._core.meter.set_notify_threshold(name, next_notify_count(unfinished))
 
     def _spared(self, name: str, now: float) -> ServerDemand | None:
-        mark, known = self._core.meter.quiet_mark(self._core.pools, name), self._quiet.get(name)
+        mark, known = self._core.meter.idle_marker(self._core.pools, name), self._quiet.get(name)
         if mark is not None and known is not None and known[1] == mark and now - known[0] < _QUIET_S:
             return known[2]
         made = self._made(name, now)
@@ -137,11 +137,11 @@ class DemandWatch:
         """Wake the streams whose last line had far fewer unfinished requests of a server; the others wake when there
         are as many more.
         """
-        unfinished = self._core.meter.unfinished(name)
+        unfinished = self._core.meter.unfinished_requests(name)
         ignorant = {one for one in self._followers if one.is_news(name, unfinished)}
         self._wake(ignorant)
         for one in self._followers - ignorant:
-            self._core.meter.notify_at(name, is_news_at(one.knows.get(name, 0)))
+            self._core.meter.set_notify_threshold(name, next_notify_count(one.knows.get(name, 0)))
 
     def _wake(self, followers: Collection[_Follower]) -> None:
         """Their next line is due, before further requests are read."""
@@ -150,7 +150,7 @@ class DemandWatch:
         self._untold |= set(followers)
         self._urgent_until_s = self._clock() + _URGENT_S
 
-    async def let_go_first(self) -> None:
+    async def yield_to_followers(self) -> None:
         """Awaited before a request is read, so that a burst is reported at its begin and not after all of it has been
         read.
         """
@@ -159,7 +159,7 @@ class DemandWatch:
             turns += 1
             await asyncio.sleep(0)
 
-    async def lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
+    async def stream_lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
         """The first one at once. ``changes``: later ones leave out unchanged servers."""
         noted: Demand | None = None
         follower = _Follower()

@@ -32,10 +32,14 @@ from extproc.errors import (
     to_openai_body,
 )
 from extproc.http_headers import HOP_BY_HOP
-from extproc.notify import ALIVE, READY, notify, watchdog_s
+from extproc.http_relay import is_text, relay_session
+from extproc.listen_sockets import listen
 from extproc.page_server import PageLimits, PageServer
-from extproc.ports import listen
-from extproc.protocol import (
+from extproc.runtime.translator_metrics import TranslatorMetrics, serving_metrics
+from extproc.sd_notify import ALIVE, READY, notify, watchdog_s
+from extproc.translate.directive import TranslationDirective, decode_directive
+from extproc.translate.translation import find_translation
+from extproc.wire_protocol import (
     CUT_MARK,
     DROPPED_FIELDS,
     ENGINE_ANSWERED,
@@ -49,10 +53,6 @@ from extproc.protocol import (
     TRANSLATED_SOCKET,
     TRANSLATOR_SOCKET,
 )
-from extproc.relay import is_text, relay_session
-from extproc.runtime.translator_metrics import TranslatorMetrics, showing
-from extproc.translate.directive import TranslationDirective, decode_directive
-from extproc.translate.translation import translation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -92,13 +92,13 @@ class Translator:
         self._long = long
         self._metrics = metrics
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         """The client's answer to one request."""
         try:
             directive = decode_directive(request.headers.get(TRANSLATE, ""))
         except msgspec.MsgspecError:
             return _refused(InternalError(), "chat")
-        between = translation(directive.client, directive.engine)
+        between = find_translation(directive.client, directive.engine)
         if between is None:
             return _refused(InternalError(), directive.client)
         ended = "left"
@@ -114,8 +114,10 @@ class Translator:
     ) -> tuple[web.StreamResponse, str]:
         """The answer, and how it has ended."""
         try:
-            path = between.path(request.path_qs)
-            asked = await self._in_turn(partial(between.request, strict=directive.is_strict), await request.read())
+            path = between.engine_path(request.path_qs)
+            asked = await self._in_turn(
+                partial(between.translate_request, strict=directive.is_strict), await request.read()
+            )
             headers = _request_headers(request.headers, directive, between)
             is_late = partial(_is_late, directive.limit_s, asyncio.get_running_loop().time())
             async with self._http.post(path, data=asked.body, headers=headers, allow_redirects=False) as found:
@@ -146,7 +148,7 @@ class Translator:
         if found.status == 200 and asked.stream and found.content_type == _EVENTS:
             answer = web.StreamResponse(headers={**headers, "content-type": _EVENTS, "cache-control": "no-cache"})
             await answer.prepare(request)
-            stream = between.stream(include_usage=asked.include_usage)
+            stream = between.open_stream(include_usage=asked.include_usage)
             cut = await self._relay(request, found, answer, stream, is_late)
             return answer, cut or ("answered" if stream.error is None else "untranslatable")
         try:
@@ -156,7 +158,7 @@ class Translator:
         except Refusal as refusal:
             return _refused(refusal, directive.client, headers), "untranslatable"
         try:
-            body = await self._in_turn(partial(between.answer, found.status), whole)
+            body = await self._in_turn(partial(between.translate_answer, found.status), whole)
         except Refusal as refusal:
             return _refused(refusal, directive.client, headers), "untranslatable"
         return web.Response(status=found.status, body=body, headers={**headers, "content-type": _JSON}), "answered"
@@ -247,14 +249,16 @@ def _refused(refusal: Refusal, client: str, headers: Mapping[str, str] | None = 
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, *, end_s: float, metrics: TranslatorMetrics | None = None) -> AsyncIterator[None]:
+async def running_translator(
+    folder: Path, *, end_s: float, metrics: TranslatorMetrics | None = None
+) -> AsyncIterator[None]:
     """Serve at the socket in ``folder``. ``end_s``: for requests that run at the end. Raises ListenFailed."""
     metrics = metrics or TranslatorMetrics()
     connector = aiohttp.UnixConnector(str(folder / TRANSLATED_SOCKET), limit=0)
     long = ThreadPoolExecutor(1, "long-bodies")
     async with relay_session(connector, _LIMITS, base_url="http://engines") as http:
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
-        app.router.add_post("/{path:.*}", Translator(http, long, metrics).answer)
+        app.router.add_post("/{path:.*}", Translator(http, long, metrics).handle)
         runner = PageServer(app, end_s=end_s, limits=_LIMITS, cancels=True)
         await runner.setup()
         try:
@@ -281,8 +285,8 @@ async def serve(folder: Path, *, end_s: float, page: tuple[str, int] | None = No
     within_s = watchdog_s(os.environ)
     async with contextlib.AsyncExitStack() as exits:
         if page is not None:
-            await exits.enter_async_context(showing(metrics, listen(join_host_port(*page)), page[0]))
-        await exits.enter_async_context(running(folder, end_s=end_s, metrics=metrics))
+            await exits.enter_async_context(serving_metrics(metrics, listen(join_host_port(*page)), page[0]))
+        await exits.enter_async_context(running_translator(folder, end_s=end_s, metrics=metrics))
         notify(READY if within_s is None else b"\n".join((ALIVE, READY)), os.environ)
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 
-from extproc.browsers import protect
+from extproc.browser_security import add_browser_protection
 from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TranslatorMetrics:
 
 
 @contextlib.asynccontextmanager
-async def showing(metrics: TranslatorMetrics, at: socket.socket, host: str) -> AsyncIterator[None]:
+async def serving_metrics(metrics: TranslatorMetrics, at: socket.socket, host: str) -> AsyncIterator[None]:
     """Serve /metrics."""
 
     async def show(_: web.Request) -> web.Response:
@@ -53,7 +53,7 @@ async def showing(metrics: TranslatorMetrics, at: socket.socket, host: str) -> A
 
     app = web.Application()
     app.router.add_get("/metrics", show)
-    protect(app, host)
+    add_browser_protection(app, host)
     server = PageServer(app, end_s=1.0)
     await server.setup()
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerSettings(msgspec.Struct, frozen=True):
     """The process is number ``number`` of ``workers``, from 0; ``directory`` holds the sockets between them.
     ``listen``, ``metrics``, ``health``: descriptors of listening sockets, for the addresses of these options.
     ``others``: those of the other workers.

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.avoidance import preferred
+from extproc.endpoints.breaker_ranks import least_ranked
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -37,7 +37,7 @@ _COPY_IDLE_S: Final = 30.0
 _LONGEST_STAY_S: Final = 2.0
 
 
-class Placement(msgspec.Struct, frozen=True):
+class AdapterPlacement(msgspec.Struct, frozen=True):
     """``row``: of the engine that loads. ``evicts``: the adapters that are unloaded first. ``must_wait``: one of them
     is in use.
     """
@@ -56,21 +56,21 @@ def place_adapter(
     now: float,
     shortest_stay_s: float = math.inf,
     idle_s: float = 0.0,
-) -> Placement | None:
+) -> AdapterPlacement | None:
     """The engine of ``rows`` that loads ``adapter``; None: there is no room, and none to be made now.
 
-    ``shortest_stay_s``: an adapter in use that was loaded that long ago may have to give way. ``idle_s``: one that is
+    ``min_residency_s``: an adapter in use that was loaded that long ago may have to give way. ``idle_s``: one that is
     not in use, if it was not used for that long.
     """
     open_to_it = [row for row in rows if not slots.is_leaving(row, adapter)]
-    nearest = sorted(open_to_it, key=lambda row: (float(table.in_flight[row]) + slots.loads_at(row), row))
+    nearest = sorted(open_to_it, key=lambda row: (float(table.in_flight[row]) + slots.loading_count(row), row))
     for row in nearest:
         if slots.is_loading(row, adapter):
-            return Placement(row)
-    size = slots.size(adapter)
+            return AdapterPlacement(row)
+    size = slots.adapter_size(adapter)
     for row in nearest:
         if slots.free_slots(row) >= size:
-            return Placement(row)
+            return AdapterPlacement(row)
     for row in nearest:
         idle = [
             (slots.used_at_s(row, one), one)
@@ -78,7 +78,7 @@ def place_adapter(
             if not slots.is_used(row, one) and now - slots.used_at_s(row, one) >= idle_s
         ]
         if evicts := _first_that_suffice(slots, row, size, [one for _, one in sorted(idle)]):
-            return Placement(row, evicts)
+            return AdapterPlacement(row, evicts)
     if not math.isfinite(shortest_stay_s):
         return None
     found = [
@@ -89,7 +89,7 @@ def place_adapter(
     if not found:
         return None
     _, _, row, evicts = min(found)
-    return Placement(row, evicts, must_wait=True)
+    return AdapterPlacement(row, evicts, must_wait=True)
 
 
 def _by_use(slots: AdapterSlots, row: int, shortest_stay_s: float, now: float) -> list[str]:
@@ -107,20 +107,20 @@ def _first_that_suffice(slots: AdapterSlots, row: int, size: int, candidates: li
     for one in candidates:
         if free >= size:
             break
-        if slots.size(one):
-            free += slots.size(one)
+        if slots.adapter_size(one):
+            free += slots.adapter_size(one)
             chosen.append(one)
     return tuple(chosen) if free >= size else ()
 
 
-def shortest_stay_s(timeout_s: float, *, waiting: int, slots: int) -> float:
+def min_residency_s(timeout_s: float, *, waiting: int, slots: int) -> float:
     """How long an adapter stays although others wait for its slot: all that wait get a turn in half of their time."""
     return min(_LONGEST_STAY_S, timeout_s / 2 * max(1, slots) / max(1, waiting))
 
 
 def row_for_second_copy(
     slots: AdapterSlots, table: EndpointTable, adapter: str, holders: Bools, others: Collection[int], now: float
-) -> Placement | None:
+) -> AdapterPlacement | None:
     """Where a second copy of the adapter pays; None: nowhere."""
     if not others:
         return None
@@ -129,15 +129,15 @@ def row_for_second_copy(
     return place_adapter(slots, table, adapter, calm, now=now, idle_s=_COPY_IDLE_S) if calm else None
 
 
-def loaders(table: EndpointTable, eligible: Bools | None, now: float) -> Bools:
+def rows_that_can_load(table: EndpointTable, eligible: Bools | None, now: float) -> Bools:
     """The rows that could load an adapter: not draining, and not avoided; avoided ones if there are no others."""
     rows = table.is_active.copy() if eligible is None else table.is_active & eligible
     if table.has_draining and (rows & table.not_draining()).any():
         rows &= table.not_draining()
-    return preferred(table, rows, now)
+    return least_ranked(table, rows, now)
 
 
-def rows_in(mask: Bools) -> list[int]:
+def rows_of_mask(mask: Bools) -> list[int]:
     """The numbers of the rows of a mask."""
     found: list[int] = np.flatnonzero(mask).tolist()
     return found

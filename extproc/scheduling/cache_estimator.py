@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates a prompt's cached tokens and remaining prefill work at each endpoint.
 
-There are two indexes. The approximate one (``prefix/index.py``) records which prompts were sent where. The precise
-one (``prefix/kv_index.py``) follows the KV events of the engines. For an endpoint whose event feed is complete, the
-precise index decides; for one whose feed started late or has a gap, the larger of both estimates; without a feed, the
-approximate index.
+There are two indexes. The approximate one (``prefix/approximate_index.py``) records which prompts were sent where. The
+precise one (``prefix/kv_index.py``) follows the KV events of the engines. For an endpoint whose event feed is complete,
+the precise index decides; for one whose feed started late or has a gap, the larger of both estimates; without a feed,
+the approximate index.
 
 A file may describe further tiers of caches by their capacity, such as host memory behind the GPU's.
 """
@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.endpoints.costs import AnswerCost, DecodeSpeed, PromptCost
-from extproc.prefix.index import (
+from extproc.endpoints.learned_speeds import AnswerCost, DecodeSpeed, PromptCost
+from extproc.prefix.approximate_index import (
     COVERED_UNITS,
     FIRST_BLOCK_BYTES,
-    Match,
     PrefixIndex,
-    Tail,
-    blocks_of_each,
+    PrefixMatch,
+    PromptTail,
     hash_blocks,
-    tail_of,
+    max_blocks_per_endpoint,
+    prompt_tail,
 )
 from extproc.prefix.kv_index import KvIndex
 from extproc.scheduling.picker import Demand
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from extproc.endpoints.table import EndpointTable, Floats
     from extproc.engines.metrics import CacheConfig
-    from extproc.prefix.index import Pin
+    from extproc.prefix.approximate_index import BlockPin
 
 # For English text and code in JSON; learned from reported usage afterwards.
 INITIAL_BYTES_PER_TOKEN: Final = 4.0
@@ -114,7 +114,7 @@ class Prompt(msgspec.Struct, frozen=True):
     tokens: Sequence[int] | None = None
 
 
-class Expectation(msgspec.Struct, frozen=True):
+class PromptExpectation(msgspec.Struct, frozen=True):
     """Estimates of a prompt before an endpoint is picked.
 
     ``chain``: its block hashes in the approximate index. ``kv_chains``: its block keys in the precise index by block
@@ -124,10 +124,10 @@ class Expectation(msgspec.Struct, frozen=True):
 
     chain: list[int]
     kv_chains: dict[int, list[int]] | None
-    matches: Sequence[Match]
+    matches: Sequence[PrefixMatch]
     input_tokens: float
     demand: Demand
-    tail: Tail
+    tail: PromptTail
 
 
 class CacheEstimator:
@@ -146,7 +146,7 @@ class CacheEstimator:
         self.decode_speed = DecodeSpeed()
         # initial guess: the mean is 343 in Mooncake's conversations, 211 in Azure's, 28 in Azure's code completions
         self.output_tokens = 200.0
-        self._most_blocks = blocks_of_each(1)
+        self._most_blocks = max_blocks_per_endpoint(1)
         self.index = self._new_index(FIRST_BLOCK_BYTES)
         self._previous: PrefixIndex | None = None
         self._previous_uses = 0
@@ -201,7 +201,7 @@ class CacheEstimator:
         self.fit_blocks()
         self._set_capacity(row)
 
-    def cache_lost(self, row: int) -> None:
+    def on_cache_lost(self, row: int) -> None:
         """The engine of ``row`` has restarted with an empty cache."""
         self._forget_prefixes(row)
         self._set_capacity(row)
@@ -238,9 +238,9 @@ class CacheEstimator:
             for row in self._caches:
                 self._set_capacity(row)
 
-    def expect(
+    def estimate_prompt(
         self, prompt: Prompt, table: EndpointTable, now: float, *, chain: list[int] | None = None
-    ) -> Expectation:
+    ) -> PromptExpectation:
         """What each endpoint probably has cached of ``prompt``, and what it would have to compute. ``chain``: its block
         hashes, if they are known.
         """
@@ -253,7 +253,7 @@ class CacheEstimator:
         rows = len(table.addresses)
         cached = np.zeros(rows)
         unit = self.index.first_block_bytes
-        tail, matches = tail_of(prompt.text, COVERED_UNITS[len(chain)] * unit), self.index.match(chain)
+        tail, matches = prompt_tail(prompt.text, COVERED_UNITS[len(chain)] * unit), self.index.match(chain)
         for match in matches:
             covered = COVERED_UNITS[match.blocks] * unit
             held = self._round_to_blocks(covered / self.bytes_per_token, input_tokens)
@@ -265,16 +265,16 @@ class CacheEstimator:
         kv_chains = None
         if self.kv_index is not None:
             kv_chains = self._add_precise(self.kv_index, prompt, cached, input_tokens, now)
-        work = self.prompt_cost.work(input_tokens - cached, cached)
+        work = self.prompt_cost.prefill_work(input_tokens - cached, cached)
         step_s = self.output_tokens * self.answer_cost.step_s_per_token
         tiers: Mapping[str, Floats] = {}
         if self._tiers is not None:
             ratio = self.bytes_per_token
             tiers = self._tiers.held_tokens(chain, rows, lambda size: self._round_to_blocks(size / ratio, input_tokens))
         demand = Demand(cached, work, step_s, tiers)
-        return Expectation(chain, kv_chains, matches, input_tokens, demand, tail)
+        return PromptExpectation(chain, kv_chains, matches, input_tokens, demand, tail)
 
-    def indexed_tokens(self, expectation: Expectation, row: int) -> tuple[float, float | None]:
+    def indexed_tokens(self, expectation: PromptExpectation, row: int) -> tuple[float, float | None]:
         """The tokens in whole blocks that were sent to ``row`` before, and when the last block was used.
 
         The time in seconds is None if no block was sent there.
@@ -287,14 +287,14 @@ class CacheEstimator:
             row, expectation.chain, longest - 1
         )
 
-    def record_sent(self, row: int, expectation: Expectation, now: float) -> Pin:
+    def record_sent(self, row: int, expectation: PromptExpectation, now: float) -> BlockPin:
         """The prompt is sent to the endpoint of ``row``, which will have it cached; returns what it holds there."""
         pin = self.pin(row, expectation.chain, now)
         if self.kv_index is not None and expectation.kv_chains is not None:
-            self.kv_index.speculate(row, expectation.kv_chains, now)
+            self.kv_index.assume_held(row, expectation.kv_chains, now)
         return pin
 
-    def pin(self, row: int, chain: list[int], now: float) -> Pin:
+    def pin(self, row: int, chain: list[int], now: float) -> BlockPin:
         """A prompt with this chain is sent to ``row``; returns what it holds there until its end."""
         if self._tiers is not None:
             self._tiers.record(row, chain, now)
@@ -327,7 +327,13 @@ class CacheEstimator:
         return float(min(tokens, input_tokens - 1.0) // self._block_tokens * self._block_tokens)
 
     def _add_turns(
-        self, prompt: Prompt, match: Match, chain: Sequence[int], covered: int, cached: Floats, input_tokens: float
+        self,
+        prompt: Prompt,
+        match: PrefixMatch,
+        chain: Sequence[int],
+        covered: int,
+        cached: Floats,
+        input_tokens: float,
     ) -> None:
         """Add cached tokens of conversation turns that go on behind a match, which covers so many bytes."""
         for row, held in self.index.turns.continuations(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):

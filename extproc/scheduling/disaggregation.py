@@ -35,7 +35,7 @@ from typing import Final, Protocol
 import msgspec
 import numpy as np
 
-from extproc.endpoints.costs import Number, RelativeLeastSquares
+from extproc.endpoints.learned_speeds import Number, RelativeLeastSquares
 from extproc.endpoints.table import Bools, Floats
 
 # Before anything is measured: an 8B model with grouped-query attention, over one adapter of 100 Gbit/s.

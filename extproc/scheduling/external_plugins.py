@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 import msgspec
 import numpy as np
 
-from extproc.endpoints.costs import PromptCost
+from extproc.endpoints.learned_speeds import PromptCost
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import Refusal
 from extproc.scheduling.framework import NeedsPlugins, SessionPlugin
@@ -142,7 +142,7 @@ class GuardedPlugin:
             reporter = self._plugin.reporter()
             return GuardedReporter(GuardedPlugin(self.name, reporter), str(reporter.namespace), str(reporter.name))
         except (Exception, SystemExit) as error:
-            raise failure(self.name, self._plugin, error) from error
+            raise plugin_failure(self.name, self._plugin, error) from error
 
     def session_plugin(self) -> GuardedSessionPlugin | None:
         """The same plugin as a SessionPlugin, if it is one; while the file is read."""
@@ -150,7 +150,7 @@ class GuardedPlugin:
             is_keeper = isinstance(self._plugin, SessionPlugin)
             return GuardedSessionPlugin(self, str(self._plugin.profile_name)) if is_keeper else None
         except (Exception, SystemExit) as error:
-            raise failure(self.name, self._plugin, error) from error
+            raise plugin_failure(self.name, self._plugin, error) from error
 
     def call(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - that is what is to be seen
         """What the method returns, or the attribute of this name; raises PluginFailed, and refusals as they are."""
@@ -161,13 +161,13 @@ class GuardedPlugin:
             # a refusal is an answer; a profile that a handler runs has plugins of its own
             raise
         except (Exception, SystemExit) as error:
-            raise failure(self.name, self._plugin, error) from error
+            raise plugin_failure(self.name, self._plugin, error) from error
 
     def _column(self, method: str, given: object, candidates: Bools, kinds: str, wanted: str) -> NDArray[Any]:
         try:
             column = np.asarray(given)
         except (Exception, SystemExit) as error:
-            raise failure(self.name, self._plugin, error) from error
+            raise plugin_failure(self.name, self._plugin, error) from error
         if column.shape != candidates.shape or column.dtype.kind not in kinds:
             self.refuse(method, _short(given), f"{wanted} for each of the {candidates.size} rows")
         return column if kinds == "b" else column.astype(np.float64)
@@ -195,10 +195,10 @@ def guard_plugin(name: str, kind: str, plugin: Any, others: Mapping[str, Any]) -
         whole = plugin.with_plugins(others) if isinstance(plugin, NeedsPlugins) else plugin
         missing = [one for one in _METHODS.get(kind, ()) if not hasattr(whole, one)]
     except (Exception, SystemExit) as error:
-        raise failure(name, plugin, error) from error
+        raise plugin_failure(name, plugin, error) from error
     if missing:
         article = "an" if kind.startswith("a") else "a"
-        raise failure(name, whole, TypeError(f"{article} {kind} must have {' and '.join(missing)}"))
+        raise plugin_failure(name, whole, TypeError(f"{article} {kind} must have {' and '.join(missing)}"))
     return GuardedPlugin(name, whole)
 
 
@@ -273,7 +273,7 @@ def _read_only(column: NDArray[Any]) -> NDArray[Any]:
     return shown
 
 
-def failure(plugin: str, made: object, error: BaseException) -> PluginFailed:
+def plugin_failure(plugin: str, made: object, error: BaseException) -> PluginFailed:
     """A PluginFailed for a plugin's exception. ``made``: the plugin, or its class, whose file is named if the error
     came through it.
     """
@@ -353,11 +353,13 @@ def _select(selector: Selector, scores: Floats, rng: random.Random) -> object:
 def _made_up(endpoints: Sequence[Mapping[str, str]]) -> Iterator[View]:
     """A request without a prompt, one with a prompt that an endpoint has cached, and one for an adapter."""
     table = EndpointTable()
-    table.replace({f"192.0.2.{number}:8000": EndpointConfig(one) for number, one in enumerate(endpoints, start=1)})
+    table.replace_endpoints(
+        {f"192.0.2.{number}:8000": EndpointConfig(one) for number, one in enumerate(endpoints, start=1)}
+    )
     sessions = TenantSessions(SessionBindings(), "")
     for tokens, adapter, headers in ((0.0, None, {}), (2_000.0, None, {}), (2_000.0, "adapter", {"x-session-id": "1"})):
         held = np.zeros(len(table.addresses))
         held[:1] = tokens / 2
-        demand = Demand(held, PromptCost().work(tokens - held, held))
+        demand = Demand(held, PromptCost().prefill_work(tokens - held, held))
         request = RequestFacts(adapter or "model", tokens, adapter, headers, is_trusted=True, priority=-1)
         yield View(table, demand, request, 1.0, sessions=sessions)

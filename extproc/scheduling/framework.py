@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from extproc.errors import NoEndpoint
-from extproc.scheduling.metrics_source import USUAL_NAMES, EngineNames, MetricsSource
+from extproc.scheduling.metrics_source import USUAL_NAMES, EngineMetricNames, MetricsSource
 from extproc.scheduling.picker import Pick, Picker, PluginFailed, Reasons, ScorerValues, View, rows_of
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
     tiers: Mapping[str, float] = {}
     default: Picker | None = None
     source: MetricsSource | None = None
-    names: EngineNames = USUAL_NAMES
+    names: EngineMetricNames = USUAL_NAMES
 
     def admit(self, view: View, *, rng: random.Random) -> None:
         """Run the admitters; raises Shed. One that fails admits."""

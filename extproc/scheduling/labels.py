@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from extproc.protocol import REVISION_LABELS
+from extproc.wire_protocol import REVISION_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -69,7 +69,7 @@ def runs_adapter(table: EndpointTable, adapter: str) -> Bools:
     )
 
 
-def revisions_of(engines: Iterable[Mapping[str, str]]) -> str:
+def revisions_key(engines: Iterable[Mapping[str, str]]) -> str:
     """Another text for any other set of revisions that engines with these labels are of; empty if none has one."""
     found = {next((one[name] for name in REVISION_LABELS if name in one), "") for one in engines}
     return sha256(msgspec.json.encode(sorted(found))).hexdigest()[:16] if any(found) else ""
@@ -86,7 +86,7 @@ class Readiness(msgspec.Struct, frozen=True):
     is_whole: bool = False
 
 
-def stages_of(table: EndpointTable, group: PdGroup | None) -> tuple[Bools, Bools, NDArray[np.intp]] | None:
+def prefill_decode_rows(table: EndpointTable, group: PdGroup | None) -> tuple[Bools, Bools, NDArray[np.intp]] | None:
     """The rows that prefill, those that decode, and the group of each row; None: every endpoint does both."""
     if group is None:
         return None
@@ -97,7 +97,7 @@ def stages_of(table: EndpointTable, group: PdGroup | None) -> tuple[Bools, Bools
 def readiness_of(table: EndpointTable, group: PdGroup | None) -> Readiness:
     """Of the endpoints as configured now."""
     staying = table.is_active & table.not_draining() if table.has_draining else table.is_active
-    stages = stages_of(table, group)
+    stages = prefill_decode_rows(table, group)
     if stages is None:
         has_any = bool(staying.any())
         return Readiness(has_any, has_any)

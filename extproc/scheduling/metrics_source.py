@@ -11,11 +11,11 @@ from urllib.parse import quote
 import msgspec
 
 from extproc.api import spec as patterns
-from extproc.api.connection import CertificateFiles, EngineConnection, EngineTls
+from extproc.api.engine_connection import CertificateFiles, EngineConnection, EngineTls
 from extproc.api.quantities import Duration
 from extproc.api.spec import Port
-from extproc.engines.dialects import DIALECTS, ENGINE_LABELS, ENGINE_TYPES, FAMILIES, Dialect, metric_name
-from extproc.protocol import MODELS_PATH
+from extproc.engines.dialects import DIALECTS, ENGINE_LABELS, ENGINE_TYPES, FAMILIES, Dialect, parse_metric_name
+from extproc.wire_protocol import MODELS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,7 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
             "running_requests": self.running_requests_spec,
             "kv_cache_usage_ratio": self.kv_usage_spec,
         }
-        given = {family: (metric_name(spec),) for family, spec in named.items() if spec}
+        given = {family: (parse_metric_name(spec),) for family, spec in named.items() if spec}
         return msgspec.structs.replace(
             base,
             name=self.name or base.name,
@@ -151,7 +151,7 @@ class MetricsSource(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         )
 
 
-class EngineNames(msgspec.Struct, frozen=True):
+class EngineMetricNames(msgspec.Struct, frozen=True):
     """What endpoints' metrics are called. ``labels``: of the endpoint, the first of which names its type. ``types``:
     dialects by type. ``default``: of endpoints without one; None: that of the ModelServer's ``engine``.
     """
@@ -166,17 +166,17 @@ class EngineNames(msgspec.Struct, frozen=True):
         return self.types.get(named) or self.default or DIALECTS[spec.engine]
 
 
-USUAL_NAMES: Final = EngineNames()
+USUAL_NAMES: Final = EngineMetricNames()
 
 
-def engine_names(extractors: Iterable[MetricsExtractor]) -> EngineNames:
+def merge_extractors(extractors: Iterable[MetricsExtractor]) -> EngineMetricNames:
     """What all extractors of a file come to."""
     found = tuple(extractors)
     configured = {one.name: one.dialect for extractor in found for one in extractor.engine_configs if one.name}
     types = MappingProxyType({**ENGINE_TYPES, **configured})
     keys = tuple(one.engine_label_key for one in found if one.engine_label_key)
     defaults = [types[one.default_engine] for one in found if one.default_engine]
-    return EngineNames(keys or ENGINE_LABELS, types, defaults[0] if defaults else None)
+    return EngineMetricNames(keys or ENGINE_LABELS, types, defaults[0] if defaults else None)
 
 
 class ScrapeConfig(msgspec.Struct, frozen=True):
@@ -188,10 +188,10 @@ class ScrapeConfig(msgspec.Struct, frozen=True):
     port: int | None
     path: str | None
     connection: EngineConnection
-    names: EngineNames
+    names: EngineMetricNames
 
 
-def scrape_config_of(spec: ModelServerSpec, source: MetricsSource | None, names: EngineNames) -> ScrapeConfig:
+def scrape_config_of(spec: ModelServerSpec, source: MetricsSource | None, names: EngineMetricNames) -> ScrapeConfig:
     """``source``, of an EndpointPickerConfig, goes before the ModelServer, which alone says whether anything is
     read.
     """

@@ -16,8 +16,8 @@ from extproc.api.errors import replace_unprintable
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.protocol import Api
     from extproc.scheduling.pool import Pool
+    from extproc.wire_protocol import Api
 
 _NOT_FOUND: Final = 404
 # A list is read every 5 s, or in place of every fourth report: it may be missed twice.

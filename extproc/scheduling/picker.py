@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
-from extproc.endpoints.avoidance import least, ranks
-from extproc.endpoints.ledger import backlogs
+from extproc.endpoints.breaker_ranks import breaker_ranks, least_by_row
+from extproc.endpoints.in_flight import backlogs
 from extproc.endpoints.table import Bools, EndpointTable, Floats
 from extproc.errors import NoEndpoint
 from extproc.scheduling.sessions import TenantSessions
@@ -75,7 +75,7 @@ class View(msgspec.Struct, frozen=True):
     fallbacks included. ``wants_reasons``: whether the pick must be explained. ``sessions``: those of the caller, None
     if the picker keeps none. ``peer_row``: the endpoint that was picked before for the same request and hands its KV
     cache over, or gets it; None if there is none yet. ``failed``: plugins that failed, without which the decision was
-    made. ``ranked``: which endpoints come first, drawn for this pick; see ``ranks``.
+    made. ``ranked``: which endpoints come first, drawn for this pick; see ``breaker_ranks``.
     """
 
     table: EndpointTable
@@ -93,11 +93,11 @@ class View(msgspec.Struct, frozen=True):
     @property
     def ranks(self) -> Floats | None:
         """By row, which endpoints come first; see ``endpoints.avoidance``. None: all are equal."""
-        return ranks(self.table, self.now_s) if self.ranked is None and self.table.has_failures else self.ranked
+        return breaker_ranks(self.table, self.now_s) if self.ranked is None and self.table.has_failures else self.ranked
 
     def preferred(self, candidates: Bools) -> Bools:
         """Those of ``candidates`` that come before the others, by their breakers."""
-        return least(candidates, self.ranks)
+        return least_by_row(candidates, self.ranks)
 
     def ttft_s(self) -> Floats:
         """Expected seconds to the first token, by row: (backlog + own work) / learned prefill rate."""

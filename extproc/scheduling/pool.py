@@ -9,23 +9,30 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from extproc.admission.estimates import InputEstimates, TokenQuantile
+from extproc.admission.token_estimates import InputEstimates, TokenQuantile
 from extproc.api.pricing import compile_prices
-from extproc.endpoints.adapter_slots import AdapterSlots, slots_for
-from extproc.endpoints.avoidance import begin_probe, end_probe, preferred, ranks, refresh, repeat_probe
-from extproc.endpoints.breaker import CLOSED, FIRST_PASS, UNKNOWN_PASS, BreakerState, Pass, ProbeTurns
+from extproc.endpoints.adapter_slots import AdapterSlots, make_adapter_slots
+from extproc.endpoints.breaker import CLOSED, FIRST_PASS, UNKNOWN_PASS, BreakerPass, BreakerState, ProbeTurns
+from extproc.endpoints.breaker_ranks import (
+    begin_probe,
+    breaker_ranks,
+    end_probe,
+    least_ranked,
+    refresh_retry_times,
+    repeat_probe,
+)
 from extproc.endpoints.engine_reports import estimated_load, set_report_interval
 from extproc.endpoints.health import EndpointHealth
-from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
+from extproc.endpoints.in_flight import backlog_of, backlogs, begin_request, end_request
 from extproc.endpoints.prices import Prices
 from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, EndpointTable
-from extproc.request.prefill import PROTOCOLS
-from extproc.scheduling.cache_estimator import CacheEstimator, Expectation, Prompt
+from extproc.request.prefill_protocols import PROTOCOLS
+from extproc.scheduling.builtin_pickers import PrefillDecodePairs
+from extproc.scheduling.cache_estimator import CacheEstimator, Prompt, PromptExpectation
 from extproc.scheduling.framework import ConfiguredPicker
-from extproc.scheduling.labels import Readiness, readiness_of, revisions_of, serves_adapter, stages_of
+from extproc.scheduling.labels import Readiness, prefill_decode_rows, readiness_of, revisions_key, serves_adapter
 from extproc.scheduling.metrics_source import USUAL_NAMES, scrape_config_of
 from extproc.scheduling.picker import Demand, Pick, Picker, RequestFacts, View
-from extproc.scheduling.pickers import PrefillDecodePairs
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
 if TYPE_CHECKING:
@@ -37,8 +44,8 @@ if TYPE_CHECKING:
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.pricing import Price
     from extproc.engines.dialects import Dialect
-    from extproc.prefix.index import Pin
-    from extproc.protocol import Api
+    from extproc.prefix.approximate_index import BlockPin
+    from extproc.wire_protocol import Api
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +92,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     adapter: str | None = None
     sessions: tuple[SessionNote, ...] = ()
     moved_tokens: float = 0.0
-    passed: Pass = UNKNOWN_PASS
+    passed: BreakerPass = UNKNOWN_PASS
 
     @property
     def prefilled_by(self) -> EndpointRef:
@@ -113,7 +120,7 @@ class PickConstraints(msgspec.Struct, frozen=True):
     whole: str = ""
 
 
-class DecodePlace(msgspec.Struct, frozen=True, array_like=True):
+class DecodeTarget(msgspec.Struct, frozen=True, array_like=True):
     """Where a request goes after its prefill. ``address``: empty: nowhere. ``moved_tokens``: of its prompt, that the
     endpoint lacks.
     """
@@ -122,10 +129,10 @@ class DecodePlace(msgspec.Struct, frozen=True, array_like=True):
     moved_tokens: float = 0.0
 
 
-class Consideration(msgspec.Struct, frozen=True):
+class UncommittedPick(msgspec.Struct, frozen=True):
     """A pick that has not been committed: no load is counted for it. ``notes``: the notes to keep for its sessions."""
 
-    expectation: Expectation
+    expectation: PromptExpectation
     view: View
     pick: Pick
     notes: tuple[SessionNote, ...] = ()
@@ -145,7 +152,7 @@ class Pool:
     cost. ``may_lack_model``: an engine of it lists other models. ``apis_without_model``: see ``model_check``.
     ``prefill_protocol``: of the leg that extproc makes, None if it makes none. ``transfers``: of its picker's pairs.
     ``breaker``: of the ModelServer, ``health``: how its requests ended. ``turns``: when this process may begin probes.
-    ``revisions``: of its engines that get requests, or of the last ones that did; see ``revisions_of``.
+    ``revisions``: of its engines that get requests, or of the last ones that did; see ``revisions_key``.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker, turns: ProbeTurns | None = None) -> None:
@@ -193,24 +200,24 @@ class Pool:
         tiers = configured.tiers if configured else {}
         self.caches.configure(has_events=spec.kv_events is not None, tiers=tiers)
         endpoints = {one.address: EndpointConfig(one.labels, one.price, one.draining) for one in spec.endpoints}
-        for row in self.table.replace(endpoints):
+        for row in self.table.replace_endpoints(endpoints):
             self.caches.forget_endpoint(row)
             if self.slots is not None:
-                self.slots.drop(row)
-        self.slots = slots_for(spec, self.table, self.slots)
+                self.slots.drop_row(row)
+        self.slots = make_adapter_slots(spec, self.table, self.slots)
         self.readiness = readiness_of(self.table, spec.pd_group)
         if staying := [one.labels for one in spec.endpoints if not one.draining]:
-            self.revisions = revisions_of(staying)
+            self.revisions = revisions_key(staying)
         group = spec.pd_group
-        connector = group.connector if group is not None and group.has_own_leg else None
+        connector = group.connector if group is not None and group.has_gateway_prefill else None
         self.prefill_protocol = None if connector is None else PROTOCOLS.get(connector)
         self.transfers = picker.transfers if isinstance(picker, PrefillDecodePairs) else None
 
     def price_at(self, wall_s: float) -> Price | None:
         """What requests cost that arrive at ``wall_s``, seconds since 1970; None: there is no price."""
-        return self.prices.at(wall_s, self.table, self.stages) if self._has_prices else None
+        return self.prices.price_at(wall_s, self.table, self.prefill_decode_rows) if self._has_prices else None
 
-    def context_tokens(self) -> int:
+    def max_prompt_tokens(self) -> int:
         """The most that a prompt may have at one of its engines, as they list it; 0 if one does not."""
         table = self.table
         listed = table.cached_column("context_tokens", lambda: np.array([one.context_tokens for one in table.loras]))
@@ -227,7 +234,7 @@ class Pool:
         self.refresh(now)
         usable = self._serving(self.table.is_active & (self.table.retry_at_s <= now))
         if adapter is not None and self.slots is not None and adapter in self.slots.sources:
-            usable &= self.slots.has(adapter)
+            usable &= self.slots.rows_with(adapter)
         if self.spec.provider is None:
             return bool(usable.any())
         return any(now >= self.table.breakers[row].not_before_s for row in np.flatnonzero(usable).tolist())
@@ -236,12 +243,12 @@ class Pool:
         """Those of ``rows`` that write answers: engines that only prefill do not, and where requests are sent to both
         at once, none does without one that prefills.
         """
-        stages, group = self.stages(), self.spec.pd_group
+        stages, group = self.prefill_decode_rows(), self.spec.pd_group
         if stages is None or group is None:
             return rows
         prefill, decode, groups = stages
         serving: Bools = rows & decode
-        if group.has_own_leg and not group.holds_requests:
+        if group.has_gateway_prefill and not group.holds_until_prefilled:
             serving &= np.isin(groups, groups[rows & prefill])
         return serving
 
@@ -265,41 +272,41 @@ class Pool:
         self.report_interval_s = self.scrape_config.interval_s * stretch
         set_report_interval(self.table, self.report_interval_s)
 
-    def name_models(self, adapters: frozenset[str], *, is_asked_by_model: bool) -> None:
+    def set_requested_models(self, adapters: frozenset[str], *, is_asked_by_model: bool) -> None:
         """What routes request from it."""
         self.adapters, self.is_asked_by_model = adapters, is_asked_by_model
         if self.slots is not None:
             self.slots.fixed = adapters - self.slots.sources.keys()
 
-    def has_name(self, model: str) -> bool:
+    def has_model_name(self, model: str) -> bool:
         """Whether the configuration has that name of a model: this ModelServer's, an adapter's, or one that it writes
         for its engines. HTTPRoutes and other gateways pass on any other that a client writes.
         """
         return model == self.spec.model or model in self.adapters or model in self._rewritten_models
 
-    def stages(self) -> tuple[Bools, Bools, NDArray[np.intp]] | None:
+    def prefill_decode_rows(self) -> tuple[Bools, Bools, NDArray[np.intp]] | None:
         """The rows of prefill and of decode endpoints, and the group of each row; None: every endpoint does both."""
-        return stages_of(self.table, self.spec.pd_group)
+        return prefill_decode_rows(self.table, self.spec.pd_group)
 
-    def expect(self, prompt: Prompt, now: float) -> Expectation:
+    def estimate_prompt(self, prompt: Prompt, now: float) -> PromptExpectation:
         """What each endpoint probably has cached of ``prompt``, and what it would have to compute."""
-        return self.caches.expect(prompt, self.table, now)
+        return self.caches.estimate_prompt(prompt, self.table, now)
 
-    def consider(
+    def pick_endpoints(
         self,
         prompt: Prompt,
         constraints: PickConstraints,
         *,
         now: float,
         rng: random.Random,
-        expectation: Expectation | None = None,
-    ) -> Consideration:
+        expectation: PromptExpectation | None = None,
+    ) -> UncommittedPick:
         """Choose endpoints for a prompt without changing anything; raises NoEndpoint, or Shed.
 
         ``expectation``: computed from ``prompt`` if not given.
         """
         if expectation is None:
-            expectation = self.expect(prompt, now)
+            expectation = self.estimate_prompt(prompt, now)
         facts = _facts_of(prompt, constraints, expectation)
         eligible, eligible_rows = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
         choices, wants = constraints.choices, constraints.wants_reasons
@@ -310,7 +317,7 @@ class Pool:
         view = View(self.table, expectation.demand, facts, now, eligible, choices, wants, sessions)
         if self.table.has_failures:
             self.refresh(now)
-            view = msgspec.structs.replace(view, ranked=ranks(self.table, now, rng))
+            view = msgspec.structs.replace(view, ranked=breaker_ranks(self.table, now, rng))
         if self.admits is not None:
             self.admits(view, rng=rng)
         view = view if eligible_rows is None else view.with_candidates(eligible_rows)
@@ -318,7 +325,7 @@ class Pool:
         notes: tuple[SessionNote, ...] = ()
         if self.keeps_sessions and isinstance(self.picker, ConfiguredPicker):
             notes = self.picker.session_notes(view, pick)
-        return Consideration(expectation, view, pick, notes)
+        return UncommittedPick(expectation, view, pick, notes)
 
     def expected_output(self, max_tokens: int | None, answers: int = 1) -> float:
         """Expected tokens of ``answers`` answers, each the recent mean, at most ``max_tokens``."""
@@ -326,8 +333,8 @@ class Pool:
         return answers * (expected if max_tokens is None else min(expected, float(max_tokens)))
 
     def commit(
-        self, considered: Consideration, now: float, output_tokens: float = 0.0, *, ticket: str = ""
-    ) -> tuple[Assignment, dict[int, Pin]]:
+        self, considered: UncommittedPick, now: float, output_tokens: float = 0.0, *, ticket: str = ""
+    ) -> tuple[Assignment, dict[int, BlockPin]]:
         """Send the request as picked: count its load. ``output_tokens``: expected of its answer. ``ticket``: under
         which it may be a probe.
 
@@ -382,23 +389,25 @@ class Pool:
     def refresh(self, now: float) -> None:
         """Before ``table.retry_at_s`` is read."""
         if self.table.has_failures:
-            refresh(self.table, now, self.name, self.turns)
+            refresh_retry_times(self.table, now, self.name, self.turns)
 
     def probe_at_s(self, now: float) -> float:
         """When this process may begin a probe of the ModelServer, whose breaker is not closed."""
         return self.turns.probe_at_s(self.breaker, self.name, now)
 
-    def _pass_breaker(self, ticket: str, now: float) -> Pass:
+    def _pass_breaker(self, ticket: str, now: float) -> BreakerPass:
         """The request goes on, as the ModelServer's probe if one may begin."""
         breaker = self.breaker
         if breaker is CLOSED:
             return FIRST_PASS
         if not ticket or breaker.state(now) is not BreakerState.HALF_OPEN or self.probe_at_s(now) > now:
-            return Pass(breaker.generation)
+            return BreakerPass(breaker.generation)
         self.breaker = breaker.leased(ticket, now)
-        return Pass(breaker.generation, ticket)
+        return BreakerPass(breaker.generation, ticket)
 
-    def record_remote(self, sent: Assignment, chain: list[int], now: float) -> tuple[Assignment, dict[int, Pin]] | None:
+    def count_remote_request(
+        self, sent: Assignment, chain: list[int], now: float
+    ) -> tuple[Assignment, dict[int, BlockPin]] | None:
         """Count a request sent by another process, whose rows ``sent`` has, as ``commit``; None if its endpoint is not
         configured here.
         """
@@ -433,7 +442,7 @@ class Pool:
             if note.key:
                 self.sessions.bind(note.key, note.address, now, note.ttl_s)
 
-    def release(self, assignment: Assignment, pins: Mapping[int, Pin], now: float) -> None:
+    def release(self, assignment: Assignment, pins: Mapping[int, BlockPin], now: float) -> None:
         """The request has ended: remove its load. Its endpoints may now evict its blocks."""
         rest = pins
         if assignment.prefill is not None and self.prefill_protocol is not None:
@@ -449,7 +458,7 @@ class Pool:
         if assignment.adapter is not None and self.slots is not None:
             self.slots.on_request_ended(assignment.endpoint, assignment.adapter, now)
 
-    def decode_place(
+    def decode_target(
         self,
         assignment: Assignment,
         prompt: Prompt,
@@ -458,13 +467,13 @@ class Pool:
         now: float,
         *,
         is_prefilled: bool,
-    ) -> DecodePlace:
+    ) -> DecodeTarget:
         """Where the request goes after its prefill: the endpoint that was picked, unless it is avoided or draining now,
         has gone, or another one of its group is clearly better. Nothing changes.
 
         ``chain``: the blocks of the prompt. ``is_prefilled``: the prompt is computed; if not, the endpoint computes it.
         """
-        listed = self.listed_decode(assignment)
+        listed = self.first_listed_decode(assignment)
         rows = self._decode_rows(assignment, prompt, constraints, now)
         if not isinstance(self.picker, PrefillDecodePairs) or not rows.any():
             return listed
@@ -473,8 +482,8 @@ class Pool:
         if kept is not None and np.count_nonzero(rows) == 1:
             return listed
         # it counts at the endpoint that was picked, and that must not speak against it
-        table = self.table.without(assignment.endpoint, assignment.tokens)
-        expectation = self.caches.expect(prompt, table, now, chain=chain)
+        table = self.table.without_request(assignment.endpoint, assignment.tokens)
+        expectation = self.caches.estimate_prompt(prompt, table, now, chain=chain)
         demand = self._lacking(expectation, picked, assignment.moved_tokens)
         view = View(
             table,
@@ -488,16 +497,16 @@ class Pool:
         if row == kept:
             return listed
         lacks = expectation.input_tokens - float(demand.cached_tokens[row])
-        return DecodePlace(table.addresses[row], max(0.0, lacks))
+        return DecodeTarget(table.addresses[row], max(0.0, lacks))
 
-    def listed_decode(self, assignment: Assignment) -> DecodePlace:
+    def first_listed_decode(self, assignment: Assignment) -> DecodeTarget:
         """The first address of its list that is configured."""
         address = next((one for one in assignment.addresses if self.table.row_of(one) is not None), "")
-        return DecodePlace(address, assignment.moved_tokens)
+        return DecodeTarget(address, assignment.moved_tokens)
 
     def _decode_rows(self, assignment: Assignment, prompt: Prompt, constraints: PickConstraints, now: float) -> Bools:
         """The rows that may decode what was assigned; those that are avoided only if there is no other."""
-        table, stages = self.table, self.stages()
+        table, stages = self.table, self.prefill_decode_rows()
         engines = (*assignment.addresses, assignment.prefilled_by.address)
         member = next((row for one in engines if (row := table.row_of(one)) is not None), None)
         if stages is None or member is None:
@@ -508,30 +517,30 @@ class Pool:
         if eligible is not None:
             rows &= eligible
         self.refresh(now)
-        return preferred(table, rows, now)
+        return least_ranked(table, rows, now)
 
-    def _lacking(self, expectation: Expectation, picked: int | None, tokens: float) -> Demand:
+    def _lacking(self, expectation: PromptExpectation, picked: int | None, tokens: float) -> Demand:
         """The index has the prompt at the endpoint that was picked, but ``tokens`` of it were to come there."""
         demand = expectation.demand
         if picked is None:
             return demand
         cached, work = demand.cached_tokens.copy(), demand.work.copy()
         cached[picked] = max(0.0, expectation.input_tokens - tokens)
-        work[picked] = self.caches.prompt_cost.work(expectation.input_tokens - cached[picked], cached[picked])
+        work[picked] = self.caches.prompt_cost.prefill_work(expectation.input_tokens - cached[picked], cached[picked])
         return msgspec.structs.replace(demand, cached_tokens=cached, work=work)
 
-    def prefill_s(self, address: str, work: float, now: float) -> float | None:
+    def expected_prefill_s(self, address: str, work: float, now: float) -> float | None:
         """Expected seconds until the endpoint has computed ``work`` more; None: its speed is not learned."""
         table, row = self.table, self.table.row_of(address)
         if row is None or not table.rate_samples[row]:
             return None
         return (backlog_of(table, row, now) + work) / float(table.prefill_rate[row])
 
-    def another_prefill(self, decode: EndpointRef, work: float, failed: Collection[str], now: float) -> str:
+    def next_prefill_address(self, decode: EndpointRef, work: float, failed: Collection[str], now: float) -> str:
         """The address of the prefill endpoint of ``decode``'s group that would be the first to have computed ``work``;
         empty: there is none. ``failed``: those that were asked before.
         """
-        table, stages = self.table, self.stages()
+        table, stages = self.table, self.prefill_decode_rows()
         if stages is None or not table.is_current(decode):
             return ""
         prefill, _, groups = stages
@@ -546,8 +555,8 @@ class Pool:
         return table.addresses[min(rows, key=lambda row: float(waiting[row] / table.prefill_rate[row]))]
 
     def move_prefill(
-        self, assignment: Assignment, pins: Mapping[int, Pin], chain: list[int], address: str, now: float
-    ) -> tuple[Assignment, dict[int, Pin]]:
+        self, assignment: Assignment, pins: Mapping[int, BlockPin], chain: list[int], address: str, now: float
+    ) -> tuple[Assignment, dict[int, BlockPin]]:
         """The prefill endpoint has failed, and the one at ``address`` is asked. ``chain``: the blocks of the prompt."""
         before, table, row = assignment.prefill, self.table, self.table.row_of(address)
         if before is None:
@@ -568,13 +577,13 @@ class Pool:
             tokens_ahead=ahead,
         ), rest
 
-    def _unpin(self, pins: Mapping[int, Pin], endpoint: EndpointRef, now: float) -> dict[int, Pin]:
+    def _unpin(self, pins: Mapping[int, BlockPin], endpoint: EndpointRef, now: float) -> dict[int, BlockPin]:
         """The pins of other endpoints, as that one may evict its blocks."""
         if endpoint.row in pins:
             self.caches.index.unpin(endpoint.row, pins[endpoint.row], now)
         return {row: pin for row, pin in pins.items() if row != endpoint.row}
 
-    def _withdraw(self, pins: Mapping[int, Pin], endpoint: EndpointRef, now: float) -> dict[int, Pin]:
+    def _withdraw(self, pins: Mapping[int, BlockPin], endpoint: EndpointRef, now: float) -> dict[int, BlockPin]:
         """The pins of other endpoints, as that one does not get the request."""
         if endpoint.row in pins:
             self.caches.index.withdraw(endpoint.row, pins[endpoint.row], now)
@@ -583,13 +592,13 @@ class Pool:
     def end_prefill(
         self,
         assignment: Assignment,
-        pins: Mapping[int, Pin],
+        pins: Mapping[int, BlockPin],
         chain: list[int],
         now: float,
         *,
-        decode: DecodePlace,
+        decode: DecodeTarget,
         is_done: bool,
-    ) -> tuple[Assignment, dict[int, Pin]]:
+    ) -> tuple[Assignment, dict[int, BlockPin]]:
         """The prefill endpoint has answered: remove its load. Returns the rest of the request, at ``decode``.
 
         ``chain``: the blocks of the prompt. ``is_done``: it is computed; if not, the decode endpoint computes it.
@@ -663,7 +672,7 @@ class Pool:
             eligible = np.zeros(len(table.addresses), np.bool_)
             eligible[[row for one in subset for row in table.rows_named(one)]] = True
         if adapter is not None:
-            serving = serves_adapter(table, adapter) if self.slots is None else self.slots.has(adapter)
+            serving = serves_adapter(table, adapter) if self.slots is None else self.slots.rows_with(adapter)
             # an engine without the adapter answers 404; if no engine lists it, all are eligible
             if serving.any():
                 eligible = serving if eligible is None else eligible & serving
@@ -675,12 +684,12 @@ class Pool:
         return eligible
 
 
-def _with_pass(endpoint: EndpointRef, passed: Pass) -> EndpointRef:
+def _with_pass(endpoint: EndpointRef, passed: BreakerPass) -> EndpointRef:
     """In most cases it has that pass already."""
     return endpoint if endpoint.passed == passed else msgspec.structs.replace(endpoint, passed=passed)
 
 
-def _facts_of(prompt: Prompt, constraints: PickConstraints, expectation: Expectation) -> RequestFacts:
+def _facts_of(prompt: Prompt, constraints: PickConstraints, expectation: PromptExpectation) -> RequestFacts:
     return RequestFacts(
         prompt.model,
         expectation.input_tokens,

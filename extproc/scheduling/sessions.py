@@ -39,7 +39,7 @@ def session_token(address: str) -> str:
     return base64.b64encode(address.encode()).decode()
 
 
-def address_in(token: str) -> str | None:
+def address_of_token(token: str) -> str | None:
     """The address that a token names; its origin is not verified. None if it is no token."""
     try:
         return base64.b64decode(token, validate=True).decode() or None

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.usage import UsageContext
+from extproc.api.usage_log import UsageContext
 from extproc.api.used_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS
 from extproc.core.effects import RequestSettled
-from extproc.core.orphans import Orphan
-from extproc.core.record import Outcome
-from extproc.protocol import (
+from extproc.core.orphans import OrphanedOutcome
+from extproc.core.request_record import Outcome
+from extproc.streams.headers import is_encoded, read_retry_after
+from extproc.streams.usage_reader import MOST_REPORTED
+from extproc.wire_protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     CONTENT_ENCODING,
@@ -44,11 +46,8 @@ from extproc.protocol import (
     USAGE_NAMESPACE,
     http_status,
 )
-from extproc.streams.headers import is_encoded, read_retry_after
-from extproc.streams.usage import MOST_REPORTED
 
 if TYPE_CHECKING:
-    from extproc.failures import FailureLog
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import (
         AccessLogCommon,
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
         StreamAccessLogsMessage,
         Struct,
     )
+    from extproc.task_supervisor import FailureLog
 
 
 # Of the time until the first byte, in microseconds.
@@ -85,7 +85,7 @@ def receive_entries(message: StreamAccessLogsMessage, context: StreamContext, no
         try:
             _receive(entry, context, now)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other entries are not to blame
-            failures.note("an access log entry could not be read", error)
+            failures.record("an access log entry could not be read", error)
 
 
 def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> None:
@@ -96,15 +96,15 @@ def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> N
     context.perform(effects)
     settled = next((one for one in effects if isinstance(one, RequestSettled)), None)
     if settled is None:
-        context.metrics.unmatched_entry(has_ticket=bool(outcome.ticket))
+        context.metrics.count_unmatched_entry(has_ticket=bool(outcome.ticket))
     elif settled.is_ours:
-        context.metrics.matched_entry(_arrived_s(entry) + outcome.duration_s)
+        context.metrics.count_matched_entry(_arrived_s(entry) + outcome.duration_s)
 
 
-def _orphan(entry: HttpAccessLogEntry, outcome: Outcome) -> Orphan | None:
+def _orphan(entry: HttpAccessLogEntry, outcome: Outcome) -> OrphanedOutcome | None:
     """None without a usage log: then nobody knows whose it was."""
     text = _text(entry.common_properties.metadata.filter_metadata.get(NAMESPACE), USAGE_CONTEXT)
-    return Orphan(outcome, _contexts.decode(text), _arrived_s(entry)) if text else None
+    return OrphanedOutcome(outcome, _contexts.decode(text), _arrived_s(entry)) if text else None
 
 
 def _arrived_s(entry: HttpAccessLogEntry) -> float:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from extproc.core.core import Core
-from extproc.core.trace import Trace, TraceParent, parent_of
+from extproc.core.trace import Trace, TraceParent, parse_trace_parent
 from extproc.metrics.registry import Metrics
-from extproc.protocol import CONFORMANCE_HEADER
 from extproc.streams.headers import UNKNOWN, read_claims, read_head
+from extproc.wire_protocol import CONFORMANCE_HEADER
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect, RequestEffect
-    from extproc.core.payloads import Capture
-    from extproc.core.record import Arrival, Head
-    from extproc.streams.headers import Origin
+    from extproc.core.payload_log import PayloadCapture
+    from extproc.core.request_record import Arrival, RequestHead
+    from extproc.streams.headers import StreamOrigin
     from extproc.streams.messages import ProcessingRequest
 
 
@@ -45,7 +45,7 @@ class GatewayOptions(msgspec.Struct, frozen=True):
     emits_scores: bool = False
 
 
-class Perform(Protocol):
+class PerformEffects(Protocol):
     """Performs the core's effects."""
 
     def __call__(self, effects: list[Effect], own: RequestEffect | None = None, /) -> None:
@@ -57,7 +57,7 @@ class TraceSink(Protocol):
     """Takes the traces of decided requests. Never waits."""
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether anybody wants them."""
         ...
 
@@ -69,11 +69,11 @@ class TraceSink(Protocol):
 class PayloadRecorder(Protocol):
     """Keeps requests and answers that routes log. Never waits."""
 
-    def open(self, arrival: Arrival, ticket: str, /) -> Capture | None:
+    def start_capture(self, arrival: Arrival, ticket: str, /) -> PayloadCapture | None:
         """That of a request; None: it is not logged."""
         ...
 
-    def add(self, capture: Capture, /) -> None:
+    def add(self, capture: PayloadCapture, /) -> None:
         """Its request has ended."""
         ...
 
@@ -87,7 +87,7 @@ class StreamContext(msgspec.Struct, frozen=True):
     core: Core
     metrics: Metrics
     clock: Callable[[], float]
-    perform: Perform
+    perform: PerformEffects
     started_s: int
     options: GatewayOptions = GatewayOptions()
     traces: TraceSink | None = None
@@ -96,24 +96,26 @@ class StreamContext(msgspec.Struct, frozen=True):
 
     def of_stream(self, metadata: Iterable[tuple[str, str]]) -> StreamContext:
         """That of a stream with this metadata: itself, if the stream is not sampled."""
-        if self.traces is None or not self.traces.is_on or (parent := parent_of(metadata)) is None:
+        if self.traces is None or not self.traces.is_enabled or (parent := parse_trace_parent(metadata)) is None:
             return self
         return msgspec.structs.replace(self, trace_parent=parent)
 
-    def open_payload(self, arrival: Arrival, ticket: str) -> Capture | None:
+    def start_capture(self, arrival: Arrival, ticket: str) -> PayloadCapture | None:
         """What is kept of a request, if its route logs it."""
         if not self.core.payload_logs or self.payloads is None:
             return None
-        return self.payloads.open(arrival, ticket)
+        return self.payloads.start_capture(arrival, ticket)
 
     def trace_refusal(self, error: str, began_s: float) -> None:
         """The request of a sampled stream is refused before it came to the core."""
         if self.traces is not None and self.trace_parent is not None:
             trace = Trace(self.trace_parent, began_s)
-            trace.refused(error, self.clock())
+            trace.on_refusal(error, self.clock())
             self.traces.add(trace)
 
-    def read_head(self, message: ProcessingRequest, is_trusted: Callable[[], bool], origin: Origin = UNKNOWN) -> Head:
+    def read_head(
+        self, message: ProcessingRequest, is_trusted: Callable[[], bool], origin: StreamOrigin = UNKNOWN
+    ) -> RequestHead:
         """A request's headers; ``is_trusted`` takes a while, so it is called only where anything depends on it."""
         trusts = self.options.trusts_headers or (self.core.asks_who and is_trusted())
         head = read_head(message.request_headers, is_trusted=trusts, origin=origin)
@@ -121,7 +123,7 @@ class StreamContext(msgspec.Struct, frozen=True):
             return head
         return msgspec.structs.replace(head, claims=read_claims(message, self.core.claims))
 
-    def allowed_addresses(self, head: Head, subset: Collection[str] | None) -> Collection[str] | None:
+    def allowed_addresses(self, head: RequestHead, subset: Collection[str] | None) -> Collection[str] | None:
         """The addresses that a request may go to: those of the gateway's ``subset``, or of a conformance test's
         header.
         """

@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.dispatch import plugin_faults
-from extproc.core.record import Attachment, Outcome
-from extproc.core.shadow import compare_picks, first_choice
-from extproc.protocol import CONTENT_ENCODING, RETRY_AFTER
-from extproc.streams.edge import own_answer
-from extproc.streams.exchange import answers_to, no_body
+from extproc.core.request_record import GatewayProperties, Outcome
+from extproc.core.shadow_picks import compare_picks, first_choice_of_other
+from extproc.streams.body_relay import BodyRelay
+from extproc.streams.direct_responses import direct_response
+from extproc.streams.exchange import decision_messages, missing_body
 from extproc.streams.headers import (
     is_encoded,
     read_chosen,
@@ -28,8 +28,7 @@ from extproc.streams.headers import (
     read_status,
     read_subset,
 )
-from extproc.streams.order import BodyMode
-from extproc.streams.relay import BodyRelay
+from extproc.streams.message_order import BodyMode
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
     CONTINUE_FOREIGN_HEADERS,
@@ -41,23 +40,24 @@ from extproc.streams.responses import (
     response_headers_answer,
     scores_metadata,
 )
-from extproc.streams.usage import UsageReader, reports_metadata
+from extproc.streams.usage_reader import UsageReader, reports_metadata
+from extproc.wire_protocol import CONTENT_ENCODING, RETRY_AFTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from extproc.core.effects import Decision
-    from extproc.core.record import Head
+    from extproc.core.request_record import RequestHead
     from extproc.scheduling.framework import UsageReporter
     from extproc.scheduling.picker import PluginFailed
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import ProcessingRequest
-    from extproc.streams.usage import ReportedUsage
+    from extproc.streams.usage_reader import ReportedUsage
 
 _GATEWAY_TIMEOUT: Final = 504
 
 
-class Duplex:
+class DuplexExchange:
     """One request in pieces or whole, then its answer, however that comes."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Duplex:
         self._is_whole = request is not BodyMode.FULL_DUPLEX_STREAMED
         self._answer_mode = answer
         self._is_trusted = is_trusted
-        self.head: Head | None = None
+        self.head: RequestHead | None = None
         self._subset: list[str] | None = None
         self._pieces: list[bytes] = []
         # of a request that waits for its decision; None: it had none, or it has gone on
@@ -180,11 +180,11 @@ class Duplex:
             self._has_trailers = True
             return self._decide()
         if self.request is None:
-            raise no_body()
+            raise missing_body()
         return [CONTINUE_REQUEST_TRAILERS] if self.request.sent is not None else []
 
-    def _decide_without_body(self, head: Head) -> list[bytes]:
-        answer = own_answer(self._context, head) if self._context.options.pool is None else None
+    def _decide_without_body(self, head: RequestHead) -> list[bytes]:
+        answer = direct_response(self._context, head) if self._context.options.pool is None else None
         return self._enter(head, b"") if answer is None else [answer]
 
     def _decide(self) -> list[bytes]:
@@ -196,22 +196,22 @@ class Duplex:
         self._pieces.clear()
         return self._enter(self.head, body)
 
-    def _enter(self, head: Head, body: bytes) -> list[bytes]:
+    def _enter(self, head: RequestHead, body: bytes) -> list[bytes]:
         options = self._context.options
-        arrival = self._context.core.builder.strategy(pool=options.pool)(head, body)
+        arrival = self._context.core.builder.arrival_builder(pool=options.pool)(head, body)
         subset = self._context.allowed_addresses(head, self._subset)
         choices = options.buffered_choices if self._is_whole else options.duplex_choices
-        attachment = Attachment(choices, subset, is_bundle=False)
+        attachment = GatewayProperties(choices, subset, is_bundle=False)
         if self._is_copy:
-            core, theirs = self._context.core, first_choice(head, self._chosen)
+            core, theirs = self._context.core, first_choice_of_other(head, self._chosen)
             found, went_to = compare_picks(core, arrival, attachment, theirs, self._context.clock())
-            self._context.metrics.compared_pick(found)
+            self._context.metrics.count_shadow_pick(found)
             if not went_to:
                 return []
-            attachment = Attachment(choices, went_to, is_bundle=False)
+            attachment = GatewayProperties(choices, went_to, is_bundle=False)
         self.request = StreamRequest(self._context)
         self._reporters, self._server = arrival.pool.reporters, arrival.pool.name
-        return answers_to(self, self.request.submit(arrival, attachment, self._context.clock()))
+        return decision_messages(self, self.request.submit(arrival, attachment, self._context.clock()))
 
     def _ended(self, answers: list[bytes], *, is_end: bool) -> list[bytes]:
         if is_end and self.request is not None and self.request.sent is not None:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
-from extproc.core.effects import Decision, Held, RequestRefused
-from extproc.core.record import BUNDLE, Attachment
+from extproc.core.effects import Decision, RequestHeld, RequestRefused
+from extproc.core.request_record import BUNDLE, GatewayProperties
 from extproc.errors import BadRequest, InternalError, Refusal
-from extproc.protocol import CONTENT_ENCODING
-from extproc.streams.edge import OWN_CALLS, own_answer, own_call
-from extproc.streams.headers import UNKNOWN, Origin, error_form, is_encoded, read_header, read_status, read_subset
-from extproc.streams.order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
+from extproc.streams.direct_responses import OWN_CALLS, direct_call_response, direct_response
+from extproc.streams.headers import UNKNOWN, StreamOrigin, error_form, is_encoded, read_header, read_status, read_subset
+from extproc.streams.message_order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
     CONTINUE_FOREIGN_HEADERS,
@@ -35,14 +34,15 @@ from extproc.streams.responses import (
     refusal_answer,
     trace_metadata,
 )
+from extproc.wire_protocol import CONTENT_ENCODING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from extproc.core.effects import Pending
-    from extproc.core.payloads import Capture
+    from extproc.core.payload_log import PayloadCapture
     from extproc.core.pipeline import Answer
-    from extproc.core.record import Head
+    from extproc.core.request_record import RequestHead
     from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest
 
@@ -53,7 +53,7 @@ _SHADOW_ADVICE: Final = "set observability_mode, header modes SEND, both body mo
 _DUPLEX_ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer modes SEND"
 
 
-class Conversation(Protocol):
+class ModeExchange(Protocol):
     """The exchange in one mode of bodies."""
 
     @property
@@ -62,7 +62,7 @@ class Conversation(Protocol):
         ...
 
     @property
-    def head(self) -> Head | None:
+    def head(self) -> RequestHead | None:
         """Its headers, once they have come."""
         ...
 
@@ -88,7 +88,7 @@ class Conversation(Protocol):
         ...
 
 
-class NewDuplex(Protocol):
+class DuplexFactory(Protocol):
     """Makes an exchange that also receives the answer. ``request`` and ``answer``: how their bodies come.
     ``is_copy``: of a request that another picker has decided.
     """
@@ -102,7 +102,7 @@ class NewDuplex(Protocol):
         request: BodyMode,
         answer: BodyMode,
         is_copy: bool = False,
-    ) -> Conversation:
+    ) -> ModeExchange:
         """A new one."""
         ...
 
@@ -115,10 +115,10 @@ class Exchange:
     def __init__(
         self,
         context: StreamContext,
-        new_duplex: NewDuplex,
+        new_duplex: DuplexFactory,
         *,
         is_trusted: Callable[[], bool],
-        origin: Callable[[], Origin] = Origin,
+        origin: Callable[[], StreamOrigin] = StreamOrigin,
     ) -> None:
         """``origin``: where the stream comes from."""
         self._context = context
@@ -126,14 +126,14 @@ class Exchange:
         self._is_trusted = is_trusted
         self._origin = origin
         self._opened_at_s = context.clock()
-        self._conversation: Conversation | None = None
+        self._conversation: ModeExchange | None = None
         self._order: MessageOrder | None = None
         self._answer_mode = BodyMode.NONE
         # the request is answered, by extproc or another filter: the rest of it is dropped, and any answer passes
         self._is_answered = False
         # the gateway sends copies of what goes on without us, and reads no answer
         self._is_copy = False
-        context.metrics.stream_opened()
+        context.metrics.on_stream_opened()
 
     @property
     def pending(self) -> Pending | None:
@@ -150,7 +150,7 @@ class Exchange:
             return None
         return self._conversation.relay
 
-    def longer_wait(self) -> bytes | None:
+    def wait_extension(self) -> bytes | None:
         """The message that makes the gateway wait longer, sent before a request is held. None: the gateway takes no
         such message.
 
@@ -158,7 +158,7 @@ class Exchange:
         """
         pending = self.pending
         if (
-            not isinstance(pending, Held)
+            not isinstance(pending, RequestHeld)
             or not isinstance(self._conversation, BufferedExchange)
             or not self._is_trusted()
         ):
@@ -193,8 +193,8 @@ class Exchange:
                 self._context.metrics.recent.on_early_refusal(conversation.head, refusal, self._context.clock())
             return [self._refusal_answer(refusal, conversation.head)]
 
-    def _begin(self, first: ProcessingRequest) -> tuple[MessageOrder, Conversation]:
-        conversation: Conversation
+    def _begin(self, first: ProcessingRequest) -> tuple[MessageOrder, ModeExchange]:
+        conversation: ModeExchange
         request, answer = self._body_modes(first)
         if self._is_copy:
             # copies come in pieces or whole, and nothing waits for us
@@ -211,7 +211,7 @@ class Exchange:
             self._context.options.pool is not None and bool(first.protocol_config.response_body_mode)
         )
         if has_body and (request is BodyMode.STREAMED or (is_duplex and request is BodyMode.NONE)):
-            raise unreadable(request)
+            raise unsupported_body_mode(request)
         if is_duplex:
             conversation = self._new_duplex(self._context, self._is_trusted, request=request, answer=answer)
         else:
@@ -234,10 +234,10 @@ class Exchange:
             return BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED
         return BodyMode.BUFFERED, BodyMode.STREAMED
 
-    def _receive_answer(self, conversation: Conversation, message: ProcessingRequest, kind: str) -> list[bytes]:
+    def _receive_answer(self, conversation: ModeExchange, message: ProcessingRequest, kind: str) -> list[bytes]:
         request = conversation.request
         if not self._is_answered and (request is None or request.sent is None):
-            self.answered_elsewhere()
+            self.on_answered_elsewhere()
         if self._is_answered:
             return passing_answers(message, kind, self._answer_mode)
         return conversation.receive_answer(message, kind)
@@ -250,10 +250,10 @@ class Exchange:
             return []
         own = request.resume(answer)
         self._is_answered = isinstance(own, RequestRefused)
-        answers = answers_to(conversation, own)
+        answers = decision_messages(conversation, own)
         return [] if self._is_copy else answers
 
-    def answered_elsewhere(self) -> None:
+    def on_answered_elsewhere(self) -> None:
         """The undecided request is answered elsewhere: by a filter before the gateway's ext_proc, or by the gateway at
         a time limit.
         """
@@ -280,10 +280,10 @@ class Exchange:
         head = None if self._conversation is None else self._conversation.head
         return self._refusal_answer(refusal, head)
 
-    def _refusal_answer(self, refusal: Refusal, head: Head | None) -> bytes:
+    def _refusal_answer(self, refusal: Refusal, head: RequestHead | None) -> bytes:
         """Of a request that has not arrived in the core."""
         core = self._context.core
-        usage = None if head is None or not core.logs_usage else core.builder.usage_of(head, refusal)
+        usage = None if head is None or not core.logs_usage else core.builder.usage_of_refused(head, refusal)
         return refusal_answer(refusal, error_form(head), usage)
 
     @property
@@ -295,10 +295,10 @@ class Exchange:
         """The stream has ended, however it did."""
         if self._conversation is not None:
             self._conversation.on_stream_closed()
-        self._context.metrics.stream_closed(self._context.clock() - self._opened_at_s)
+        self._context.metrics.on_stream_closed(self._context.clock() - self._opened_at_s)
 
 
-def answers_to(conversation: Conversation, own: Decision | RequestRefused | None) -> list[bytes]:
+def decision_messages(conversation: ModeExchange, own: Decision | RequestRefused | None) -> list[bytes]:
     """The messages to the gateway about a request; none while something is pending."""
     match own:
         case Decision():
@@ -311,12 +311,12 @@ def answers_to(conversation: Conversation, own: Decision | RequestRefused | None
             return []
 
 
-def no_body() -> BadRequest:
+def missing_body() -> BadRequest:
     """The refusal of a request whose headers have been answered, when it is too late to choose an engine."""
     return BadRequest("The request has trailers and no body; send a JSON object with at least 'model'.")
 
 
-def unreadable(mode: BodyMode) -> IllegalMessage:
+def unsupported_body_mode(mode: BodyMode) -> IllegalMessage:
     """With this mode, the body does not come, or comes when it is too late to choose an engine."""
     return IllegalMessage("request_headers", f"request_body_mode {mode.name}", "the gateway", _ADVICE)
 
@@ -328,7 +328,7 @@ class BufferedExchange:
         self,
         context: StreamContext,
         is_trusted: Callable[[], bool],
-        origin: Callable[[], Origin] = Origin,
+        origin: Callable[[], StreamOrigin] = StreamOrigin,
         *,
         request: BodyMode = BodyMode.BUFFERED,
         answer: BodyMode = BodyMode.NONE,
@@ -346,10 +346,10 @@ class BufferedExchange:
         self._attachment = BUNDLE
         self._awaits_body = False
         self.request: StreamRequest | None = None
-        self.head: Head | None = None
+        self.head: RequestHead | None = None
         self.relay: Callable[[bytes], bytes | None] | None = None
         # what is kept of it for the payload log
-        self._capture: Capture | None = None
+        self._capture: PayloadCapture | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
         """Headers, a body or trailers."""
@@ -358,7 +358,7 @@ class BufferedExchange:
         if kind == "request_body":
             return self._receive_body(message.request_body)
         if self._awaits_body:
-            raise no_body()
+            raise missing_body()
         is_decided = self.request is not None and self.request.sent is not None
         return [CONTINUE_REQUEST_TRAILERS] if is_decided else []
 
@@ -371,7 +371,7 @@ class BufferedExchange:
                 status = read_status(headers)
                 if status >= _FINAL and not capture.status:
                     kind, encoding = (read_header(headers, name) for name in ("content-type", CONTENT_ENCODING))
-                    capture.answer_began(status, kind, self._context.clock(), is_encoded=is_encoded(encoding))
+                    capture.on_answer_headers(status, kind, self._context.clock(), is_encoded=is_encoded(encoding))
                     return [CONTINUE_RESPONSE_HEADERS if headers.end_of_stream else SEND_ANSWER]
             elif kind == "response_body":
                 capture.answer.add(message.response_body.body)
@@ -395,11 +395,11 @@ class BufferedExchange:
         if self.request is not None:
             self.request.on_stream_closed()
 
-    def _attached(self, subset: Collection[str] | None) -> Attachment:
+    def _attached(self, subset: Collection[str] | None) -> GatewayProperties:
         # the options are for other gateways: our own bundle marks its streams by metadata
         options = self._context.options
         is_bundle = bool(self._server) or not (options.trusts_headers or options.pool)
-        return Attachment(options.buffered_choices, subset, is_bundle=is_bundle)
+        return GatewayProperties(options.buffered_choices, subset, is_bundle=is_bundle)
 
     def _receive_headers(self, message: ProcessingRequest) -> list[bytes]:
         # read only where anything depends on it, as it takes a while
@@ -411,18 +411,18 @@ class BufferedExchange:
         subset = self._context.allowed_addresses(head, read_subset(message)) if has_subset else None
         self._attachment = self._attached(subset)
         if not self._server and not is_foreign:
-            answer = own_answer(self._context, head)
+            answer = direct_response(self._context, head)
             if answer is not None:
                 return [answer]
             self._context.core.builder.check_head(head)
         if head.has_body and not self._has_bodies and self._reads_body(head):
-            raise unreadable(BodyMode.NONE)
+            raise unsupported_body_mode(BodyMode.NONE)
         if not (head.has_body and self._has_bodies):
             return self._begin(head, b"")
         self._awaits_body = True
         return [CONTINUE_FOREIGN_HEADERS if is_foreign and not self._server else CONTINUE_HEADERS]
 
-    def _reads_body(self, head: Head) -> bool:
+    def _reads_body(self, head: RequestHead) -> bool:
         server = self._server or self._context.options.pool or ""
         return self._context.core.builder.reads_body(head, server)
 
@@ -433,17 +433,17 @@ class BufferedExchange:
         self._awaits_body = False
         return self._begin(self.head, message.body)
 
-    def _begin(self, head: Head, body: bytes) -> list[bytes]:
+    def _begin(self, head: RequestHead, body: bytes) -> list[bytes]:
         began_s = self._context.clock()
         if head.path in OWN_CALLS and self._attachment.is_bundle and not self._server:
-            answer = own_call(self._context, head, body)
+            answer = direct_call_response(self._context, head, body)
             if answer is not None:
                 return [answer]
         builder = self._context.core.builder
-        build = builder.strategy(server=self._server, pool=self._context.options.pool)
-        arrival = builder.copy(head, body) if self._is_mirrored else build(head, body)
+        build = builder.arrival_builder(server=self._server, pool=self._context.options.pool)
+        arrival = builder.build_mirror_copy(head, body) if self._is_mirrored else build(head, body)
         self.request = StreamRequest(self._context)
         own = self.request.submit(arrival, self._attachment, began_s)
         if self._context.core.payload_logs:
-            self._capture = self._context.open_payload(arrival, self.request.ticket)
-        return answers_to(self, own)
+            self._capture = self._context.start_capture(arrival, self.request.ticket)
+        return decision_messages(self, own)

@@ -9,9 +9,9 @@ from urllib.parse import unquote
 
 import msgspec
 
-from extproc.core.record import Head
+from extproc.core.request_record import RequestHead
 from extproc.errors import ErrorForm
-from extproc.protocol import (
+from extproc.wire_protocol import (
     ANTHROPIC_PATHS,
     ANTHROPIC_VERSION,
     BUNDLE_MARK,
@@ -46,7 +46,7 @@ _WORDS: Final = frozenset({"scope", "scp"})
 _ORIGIN_KEYS: Final = (LISTENER_KEY, HTTP_ROUTE_KEY, SERVER_KEY, PATH_KEY, PATH_PREFIX_KEY, MIRROR_KEY)
 
 
-class Origin(msgspec.Struct, frozen=True):
+class StreamOrigin(msgspec.Struct, frozen=True):
     """An unknown value is empty. ``listener``: the name of the listener that received the request. ``http_route`` and
     ``server``: the HTTPRoute that took the request, and the ModelServer that it has chosen, ``namespace/name``.
     ``path``: what Envoy will write in place of the request's path, or of its beginning ``path_prefix``.
@@ -60,15 +60,15 @@ class Origin(msgspec.Struct, frozen=True):
     path_prefix: str = ""
     mirror: str = ""
 
-    def path_of_engine(self, path: str) -> str:
+    def engine_path(self, path: str) -> str:
         """The path that the engine will read."""
         return self.path + path[len(self.path_prefix) :] if self.path_prefix else self.path or path
 
 
-UNKNOWN = Origin()
+UNKNOWN = StreamOrigin()
 
 
-def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin = UNKNOWN) -> Head:
+def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: StreamOrigin = UNKNOWN) -> RequestHead:
     """A request's method, path as its engine will read it, and headers. ``is_trusted``: a gateway wrote those that
     identify the caller.
     """
@@ -84,9 +84,9 @@ def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin 
         # both are among the first, and reading a header costs as much as reading a field of the body
         if method and path:
             break
-    return Head(
+    return RequestHead(
         method,
-        origin.path_of_engine(path),
+        origin.engine_path(path),
         _Headers(message),
         not message.end_of_stream,
         is_trusted,
@@ -95,7 +95,7 @@ def read_head(message: HttpHeaders, *, is_trusted: bool = False, origin: Origin 
     )
 
 
-def error_form(head: Head | None) -> ErrorForm:
+def error_form(head: RequestHead | None) -> ErrorForm:
     """By the path, by the type that gRPC's clients send, or by the header that Anthropic's clients send wherever they
     ask for something else.
     """
@@ -257,9 +257,9 @@ def _value(header: HeaderValue) -> str:
     return raw.decode("latin-1") if raw else header.value
 
 
-def read_origin(metadata: Iterable[tuple[str, str | bytes]]) -> Origin:
+def read_origin(metadata: Iterable[tuple[str, str | bytes]]) -> StreamOrigin:
     """The origin in a stream's metadata; metadata of gateways other than our bundle are ignored."""
     values = {name: value for name, value in metadata if isinstance(value, str)}
     if BUNDLE_MARK not in values:
         return UNKNOWN
-    return Origin(*(unquote(values.get(key, "")) for key in _ORIGIN_KEYS))
+    return StreamOrigin(*(unquote(values.get(key, "")) for key in _ORIGIN_KEYS))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import socket
 
     from extproc.metrics.registry import Metrics
-    from extproc.rpc.server import Call
+    from extproc.rpc.server import RpcCall
 
 EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS: Final = "liveness"
@@ -50,15 +50,15 @@ class Health:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _check(self, call: Call) -> None:
+    async def _check(self, call: RpcCall) -> None:
         service = await _service(call)
         if any(name == "user-agent" and _ENVOY in value for name, value in call.metadata):
-            self._metrics.health_checked()
+            self._metrics.on_health_check()
         if service not in self._statuses:
             raise RpcFailed(Status.NOT_FOUND, f"there is no service '{service[:100]}'")
         await call.write(HealthCheckResponse(status=self._statuses[service]).SerializeToString())
 
-    async def _watch(self, call: Call) -> None:
+    async def _watch(self, call: RpcCall) -> None:
         """Send the status now and whenever it changes."""
         service, last = await _service(call), -1
         while True:
@@ -69,7 +69,7 @@ class Health:
             await changed.wait()
 
 
-async def _service(call: Call) -> str:
+async def _service(call: RpcCall) -> str:
     message = await call.read()
     return "" if message is None else HealthCheckRequest.FromString(message).service
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.core.effects import Decision, Pending, RequestRefused
 from extproc.core.trace import Trace
-from extproc.core.trace_attributes import decision_tags, pick_attributes, tags_of
+from extproc.core.trace_attributes import decision_tags, pick_attributes, request_tags
 from extproc.errors import StoredAnswer
 
 if TYPE_CHECKING:
     from extproc.core.effects import RequestEffect
     from extproc.core.pipeline import Answer
-    from extproc.core.record import Arrival, Attachment
+    from extproc.core.request_record import Arrival, GatewayProperties
     from extproc.scheduling.pool import Assignment
     from extproc.streams.context import StreamContext
 
@@ -36,16 +36,18 @@ class StreamRequest:
         self.trace: Trace | None = None
         self._is_closed = False
 
-    def submit(self, arrival: Arrival, attachment: Attachment, began_s: float) -> Decision | RequestRefused | None:
+    def submit(
+        self, arrival: Arrival, attachment: GatewayProperties, began_s: float
+    ) -> Decision | RequestRefused | None:
         """Pass the arrival to the core; returns the decision, None: something is pending. ``began_s``: when it was
         whole.
         """
         context = self._context
         log = context.metrics.decision_log
-        wants = context.options.emits_scores or (self._is_shown(arrival, began_s) if log is None else log.samples())
+        wants = context.options.emits_scores or (self._is_shown(arrival, began_s) if log is None else log.draw_sample())
         now, parent = began_s, context.trace_parent
         if parent is not None:
-            trace = self.trace = Trace(parent, began_s, tags_of(arrival))
+            trace = self.trace = Trace(parent, began_s, request_tags(arrival))
             now, wants = context.clock(), True
             trace.start_step("parse", began_s)
         own, effects = context.core.arrive(arrival, now, attachment, wants_reasons=wants, trace=self.trace)
@@ -108,13 +110,13 @@ class StreamRequest:
     def _decided(self, decision: Decision) -> None:
         trace = self.trace
         if trace is not None:
-            trace.decided(pick_attributes(decision), decision_tags(decision), self._context.clock())
+            trace.on_decision(pick_attributes(decision), decision_tags(decision), self._context.clock())
             self._hand_over(trace)
 
     def _refused(self, error: str) -> None:
         trace = self.trace
         if trace is not None:
-            trace.refused(error, self._context.clock())
+            trace.on_refusal(error, self._context.clock())
             self._hand_over(trace)
 
     def _hand_over(self, trace: Trace) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.refusals import granted_headers
+from extproc.admission.refusals import headers_of_grants
 from extproc.errors import (
     ErrorForm,
     StoredAnswer,
@@ -26,7 +26,25 @@ from extproc.errors import (
     to_openai_body,
     to_text_body,
 )
-from extproc.protocol import (
+from extproc.request.grpc_call import encode_varint
+from extproc.streams.message_order import BodyMode
+from extproc.streams.messages import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HeaderValue,
+    HeaderValueOption,
+    ProcessingMode,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    Struct,
+    TrailersResponse,
+    Value,
+)
+from extproc.translate.directive import encode_directive
+from extproc.wire_protocol import (
     ACCEPT_ENCODING,
     CACHE,
     CLAMPS,
@@ -59,36 +77,18 @@ from extproc.protocol import (
     TRANSLATE,
     USAGE_CONTEXT,
 )
-from extproc.request.model_call import varint
-from extproc.streams.messages import (
-    BodyMutation,
-    BodyResponse,
-    CommonResponse,
-    HeaderMutation,
-    HeadersResponse,
-    HeaderValue,
-    HeaderValueOption,
-    ProcessingMode,
-    ProcessingResponse,
-    StreamedBodyResponse,
-    Struct,
-    TrailersResponse,
-    Value,
-)
-from extproc.streams.order import BodyMode
-from extproc.translate.directive import encode_directive
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from google.protobuf.message import Message
 
-    from extproc.api.usage import UsageContext
+    from extproc.api.usage_log import UsageContext
     from extproc.core.effects import Decision
-    from extproc.core.record import Attempts
+    from extproc.core.request_record import Attempts
     from extproc.core.trace import Trace
     from extproc.errors import Refusal
-    from extproc.routing.resolve import ListedModel
+    from extproc.routing.routing_table import ListedModel
     from extproc.streams.messages import ProcessingRequest
     from extproc.translate.directive import TranslationDirective
 
@@ -97,7 +97,7 @@ MARK: Final = "<varies>"
 # Of the wire types, the lowest three bits of what stands before a field's value: a length and so many bytes.
 _LENGTH_DELIMITED: Final = 2
 # Of the value of an entry of a map.
-_ENTRY_VALUE_TAG: Final = varint(2 << 3 | _LENGTH_DELIMITED)
+_ENTRY_VALUE_TAG: Final = encode_varint(2 << 3 | _LENGTH_DELIMITED)
 # Heads are kept for values up to this size.
 _KEPT_SIZES: Final = 1024
 # Of how full engines are: more would show single requests of others.
@@ -151,20 +151,20 @@ CONTINUE_FOREIGN_HEADERS: Final = ProcessingResponse(
 ).SerializeToString()
 
 
-def tag(message: type[Message], name: str) -> bytes:
+def field_tag(message: type[Message], name: str) -> bytes:
     """The tag of the field ``name``, which holds a message, a string or bytes."""
-    return varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | _LENGTH_DELIMITED)
+    return encode_varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | _LENGTH_DELIMITED)
 
 
-def field(tag: bytes, value: bytes, *, more: int = 0) -> bytes:
+def encode_field(tag: bytes, value: bytes, *, more: int = 0) -> bytes:
     """A field with ``value``; or, of a field whose value has so many bytes ``more``, all that stands before these.
 
     So a message may end with a long value that is not copied into each of the fields around it.
     """
-    return tag + varint(len(value) + more) + value
+    return tag + encode_varint(len(value) + more) + value
 
 
-class Template:
+class MessageTemplate:
     """A serialized message but for one string, which may be at any depth."""
 
     def __init__(self, message: Message) -> None:
@@ -185,7 +185,7 @@ class Template:
     def _made_head(self, size: int) -> bytes:
         head, behind_size = b"", 0
         for before, behind in reversed(self._levels):
-            head = before + varint(len(head) + size + behind_size) + head
+            head = before + encode_varint(len(head) + size + behind_size) + head
             behind_size += len(behind)
         if size < _KEPT_SIZES:
             self._heads[size] = head
@@ -225,10 +225,10 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     return number | data[at] << shift, at + 1
 
 
-def _header(name: str) -> Template:
+def _header(name: str) -> MessageTemplate:
     """Of a HeaderMutation: set ``name`` to a value that varies."""
     header = HeaderValue(key=name, raw_value=MARK.encode())
-    return Template(HeaderMutation(set_headers=[HeaderValueOption(header=header, append_action=_OVERWRITE)]))
+    return MessageTemplate(HeaderMutation(set_headers=[HeaderValueOption(header=header, append_action=_OVERWRITE)]))
 
 
 def _metadata_of(namespace: str, values: Mapping[str, str]) -> Struct:
@@ -256,30 +256,32 @@ _NO_RETRY: Final = b"".join(_MAX_RETRIES.fill(b"0"))
 _REQUEST_ID: Final = _header(REQUEST_ID)
 _PREFILLER: Final = _header(PREFILLER)
 _CONTENT_LENGTH: Final = _header("content-length")
-_DESTINATION_METADATA: Final = Template(_metadata_of(LB_NAMESPACE, {DESTINATION: MARK}))
+_DESTINATION_METADATA: Final = MessageTemplate(_metadata_of(LB_NAMESPACE, {DESTINATION: MARK}))
 # by whether usage is hidden
 _TICKET_METADATA: Final = {
-    False: Template(_metadata_of(NAMESPACE, {TICKET: MARK})),
-    True: Template(_metadata_of(NAMESPACE, {HIDES_USAGE: "1", TICKET: MARK})),
+    False: MessageTemplate(_metadata_of(NAMESPACE, {TICKET: MARK})),
+    True: MessageTemplate(_metadata_of(NAMESPACE, {HIDES_USAGE: "1", TICKET: MARK})),
 }
 # by whether the body ends with the piece
-_REQUEST_PIECE: Final = {end: Template(ProcessingResponse(request_body=_streamed(is_end=end))) for end in (False, True)}
-RESPONSE_PIECE: Final = {
-    end: Template(ProcessingResponse(response_body=_streamed(is_end=end))) for end in (False, True)
+_REQUEST_PIECE: Final = {
+    end: MessageTemplate(ProcessingResponse(request_body=_streamed(is_end=end))) for end in (False, True)
 }
-_REQUEST_HEADERS_TAG: Final = tag(ProcessingResponse, "request_headers")
-_REQUEST_BODY_TAG: Final = tag(ProcessingResponse, "request_body")
-_METADATA_TAG: Final = tag(ProcessingResponse, "dynamic_metadata")
-_RESPONSE_TAG: Final = tag(BodyResponse, "response")
-_HEADERS_RESPONSE_TAG: Final = tag(HeadersResponse, "response")
-_HEADER_MUTATION_TAG: Final = tag(CommonResponse, "header_mutation")
-_BODY_MUTATION_TAG: Final = tag(CommonResponse, "body_mutation")
-_BODY_TAG: Final = tag(BodyMutation, "body")
-_FIELDS_TAG: Final = tag(Struct, "fields")
-_STRUCT_TAG: Final = tag(Value, "struct_value")
+RESPONSE_PIECE: Final = {
+    end: MessageTemplate(ProcessingResponse(response_body=_streamed(is_end=end))) for end in (False, True)
+}
+_REQUEST_HEADERS_TAG: Final = field_tag(ProcessingResponse, "request_headers")
+_REQUEST_BODY_TAG: Final = field_tag(ProcessingResponse, "request_body")
+_METADATA_TAG: Final = field_tag(ProcessingResponse, "dynamic_metadata")
+_RESPONSE_TAG: Final = field_tag(BodyResponse, "response")
+_HEADERS_RESPONSE_TAG: Final = field_tag(HeadersResponse, "response")
+_HEADER_MUTATION_TAG: Final = field_tag(CommonResponse, "header_mutation")
+_BODY_MUTATION_TAG: Final = field_tag(CommonResponse, "body_mutation")
+_BODY_TAG: Final = field_tag(BodyMutation, "body")
+_FIELDS_TAG: Final = field_tag(Struct, "fields")
+_STRUCT_TAG: Final = field_tag(Value, "struct_value")
 # of an entry of a map: its key, 1, with this one
-_OWN_KEY: Final = field(varint(1 << 3 | _LENGTH_DELIMITED), NAMESPACE.encode())
-_ROUTE_KEY: Final = field(varint(1 << 3 | _LENGTH_DELIMITED), ROUTE_NAMESPACE.encode())
+_OWN_KEY: Final = encode_field(encode_varint(1 << 3 | _LENGTH_DELIMITED), NAMESPACE.encode())
+_ROUTE_KEY: Final = encode_field(encode_varint(1 << 3 | _LENGTH_DELIMITED), ROUTE_NAMESPACE.encode())
 
 
 def decision_answer(decision: Decision, *, on_headers: bool = False, removes_forged: bool = False) -> bytes:
@@ -289,7 +291,7 @@ def decision_answer(decision: Decision, *, on_headers: bool = False, removes_for
     ``on_headers``: the request has no body. ``removes_forged``: the gateway does not remove what clients forge, as our
     bundle does.
     """
-    forged = _REMOVE_FORGED[bool(decision.prefiller)] if removes_forged else b""
+    forged = _REMOVE_FORGED[bool(decision.sidecar_prefill_address)] if removes_forged else b""
     if on_headers:
         return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_HEADERS_TAG, _HEADERS_RESPONSE_TAG, forged)
     return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_BODY_TAG, _RESPONSE_TAG, forged)
@@ -327,12 +329,12 @@ def _decision_answer(
     if decision.path:
         headers += b"".join(_PATH.fill(decision.path.encode()))
     headers += _leg_headers(decision)
-    common += field(_HEADER_MUTATION_TAG, headers)
+    common += encode_field(_HEADER_MUTATION_TAG, headers)
     size = 0
     if body is not None:
         size = len(body)
-        common += field(_BODY_MUTATION_TAG, field(_BODY_TAG, b"", more=size), more=size)
-    answer = field(answer_tag, field(response_tag, common, more=size), more=size)
+        common += encode_field(_BODY_MUTATION_TAG, encode_field(_BODY_TAG, b"", more=size), more=size)
+    answer = encode_field(answer_tag, encode_field(response_tag, common, more=size), more=size)
     # the body comes last, and is copied once
     route = b"" if attempts is None else _route_metadata(attempts)
     return b"".join((_metadata(decision, destination), route, answer, body or b""))
@@ -344,7 +346,7 @@ def _complete(directive: TranslationDirective, decision: Decision) -> Translatio
         DESTINATION: ",".join(decision.assignment.addresses),
         SERVER_HEADER: SERVER_CLUSTER + decision.server,
         POLICY_HEADER: decision.policy,
-        PREFILLER: decision.prefiller,
+        PREFILLER: decision.sidecar_prefill_address,
     }
     return msgspec.structs.replace(directive, headers={name: value for name, value in headers.items() if value})
 
@@ -383,7 +385,10 @@ def _route_metadata(attempts: Attempts) -> bytes:
     if clamped:
         clamps = Struct(fields={server: Value(string_value=text) for server, text in attempts.clamps})
         members += Struct(fields={CLAMPS: Value(struct_value=clamps)}).SerializeToString()
-    return field(_METADATA_TAG, field(_FIELDS_TAG, _ROUTE_KEY + field(_ENTRY_VALUE_TAG, field(_STRUCT_TAG, members))))
+    return encode_field(
+        _METADATA_TAG,
+        encode_field(_FIELDS_TAG, _ROUTE_KEY + encode_field(_ENTRY_VALUE_TAG, encode_field(_STRUCT_TAG, members))),
+    )
 
 
 def _leg_headers(decision: Decision) -> bytes:
@@ -410,7 +415,7 @@ def scores_metadata(decision: Decision) -> bytes:
     of_namespace.fields[SCORES].struct_value.CopyFrom(scores)
     metadata = Struct()
     metadata.fields[LB_NAMESPACE].struct_value.CopyFrom(of_namespace)
-    return field(_METADATA_TAG, metadata.SerializeToString())
+    return encode_field(_METADATA_TAG, metadata.SerializeToString())
 
 
 def trace_metadata(trace: Trace | None) -> bytes:
@@ -425,7 +430,7 @@ def trace_metadata(trace: Trace | None) -> bytes:
             of_namespace.fields[name].number_value = value
     metadata = Struct()
     metadata.fields[TRACE_NAMESPACE].struct_value.CopyFrom(of_namespace)
-    return field(_METADATA_TAG, metadata.SerializeToString())
+    return encode_field(_METADATA_TAG, metadata.SerializeToString())
 
 
 def duplex_decision_answer(decision: Decision, *, scores: bool = False) -> bytes:
@@ -433,10 +438,12 @@ def duplex_decision_answer(decision: Decision, *, scores: bool = False) -> bytes
     removed. ``scores``: of all endpoints, too.
     """
     destination = ",".join(decision.assignment.addresses).encode()
-    forged = _REMOVE_FORGED[bool(decision.prefiller)]
+    forged = _REMOVE_FORGED[bool(decision.sidecar_prefill_address)]
     headers = b"".join((*_routing_headers(decision, destination), forged))
     headers += _leg_headers(decision)
-    answer = field(_REQUEST_HEADERS_TAG, field(_HEADERS_RESPONSE_TAG, field(_HEADER_MUTATION_TAG, headers)))
+    answer = encode_field(
+        _REQUEST_HEADERS_TAG, encode_field(_HEADERS_RESPONSE_TAG, encode_field(_HEADER_MUTATION_TAG, headers))
+    )
     more = scores_metadata(decision) if scores else b""
     return answer + _metadata(decision, destination) + more
 
@@ -485,8 +492,8 @@ def _pieces(body: bytes) -> list[tuple[bytes, bool]]:
 def _routing_headers(decision: Decision, destination: bytes) -> list[bytes]:
     """Of a HeaderMutation: where the request goes, in parts."""
     headers = [*_DESTINATION.fill(destination)]
-    if decision.prefiller:
-        headers += _PREFILLER.fill(decision.prefiller.encode())
+    if decision.sidecar_prefill_address:
+        headers += _PREFILLER.fill(decision.sidecar_prefill_address.encode())
     if decision.body is not None:
         # Envoy refuses a changed body whose length is not the header's
         headers += _CONTENT_LENGTH.fill(str(len(decision.body)).encode())
@@ -501,7 +508,7 @@ def _metadata(decision: Decision, destination: bytes) -> bytes:
     has_members = sessions or decision.grants or decision.usage or decision.response_model
     if not (has_members or decision.mirror or decision.cache_bytes):
         own = b"".join(_TICKET_METADATA[decision.adds_usage].fill(decision.ticket.encode()))
-        return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.fill(destination), own)))
+        return encode_field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.fill(destination), own)))
     members = [*_member(TICKET).fill(decision.ticket.encode()), _HIDES_MEMBER[decision.adds_usage]]
     if decision.response_model:
         members += _member(RESPONSE_MODEL).fill(decision.response_model.encode())
@@ -512,24 +519,26 @@ def _metadata(decision: Decision, destination: bytes) -> bytes:
         only = () if decision.attempts is None else decision.assignment.addresses
         members += _member(CACHE).fill(" ".join((str(decision.cache_bytes), *only)).encode())
     # the bundle's routes write them into the answer's headers
-    for name, text in granted_headers(decision.grants).items() if decision.grants else ():
+    for name, text in headers_of_grants(decision.grants).items() if decision.grants else ():
         members += _member(name).fill(text.encode())
     for note in sessions:
         members += _member(note.header).fill(note.token().encode()) if note.header else ()
     if decision.usage is not None:
         members += _member(USAGE_CONTEXT).fill(_encode_usage(decision.usage))
-    return field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.fill(destination), _own_metadata(members))))
+    return encode_field(_METADATA_TAG, b"".join((*_DESTINATION_METADATA.fill(destination), _own_metadata(members))))
 
 
 @lru_cache(maxsize=256)
-def _member(name: str) -> Template:
+def _member(name: str) -> MessageTemplate:
     """Of a Struct: a field with a text. A message put together takes three times as long."""
-    return Template(Struct(fields={name: Value(string_value=MARK)}))
+    return MessageTemplate(Struct(fields={name: Value(string_value=MARK)}))
 
 
 def _own_metadata(members: Iterable[bytes]) -> bytes:
     """Of a Struct of namespaces: ours, with these members."""
-    return field(_FIELDS_TAG, _OWN_KEY + field(_ENTRY_VALUE_TAG, field(_STRUCT_TAG, b"".join(members))))
+    return encode_field(
+        _FIELDS_TAG, _OWN_KEY + encode_field(_ENTRY_VALUE_TAG, encode_field(_STRUCT_TAG, b"".join(members)))
+    )
 
 
 def longer_wait_answer(longest_s: float) -> bytes:
@@ -562,7 +571,7 @@ def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI, usage: 
     )
     if usage is None:
         return answer
-    return answer + field(_METADATA_TAG, _own_metadata(_member(USAGE_CONTEXT).fill(_encode_usage(usage))))
+    return answer + encode_field(_METADATA_TAG, _own_metadata(_member(USAGE_CONTEXT).fill(_encode_usage(usage))))
 
 
 def immediate_answer(
@@ -585,10 +594,10 @@ def immediate_answer(
     return answer.SerializeToString()
 
 
-def own_call_answer(path: str) -> bytes:
+def self_call_answer(path: str) -> bytes:
     """Answer a whole body: extproc itself is to answer the call, which is for ``path`` then."""
-    headers = field(_HEADER_MUTATION_TAG, _TO_EXTPROC + b"".join(_PATH.fill(path.encode())))
-    return field(_REQUEST_BODY_TAG, field(_RESPONSE_TAG, _CLEAR_ROUTE_CACHE + headers))
+    headers = encode_field(_HEADER_MUTATION_TAG, _TO_EXTPROC + b"".join(_PATH.fill(path.encode())))
+    return encode_field(_REQUEST_BODY_TAG, encode_field(_RESPONSE_TAG, _CLEAR_ROUTE_CACHE + headers))
 
 
 class _Model(msgspec.Struct):

@@ -11,16 +11,16 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
-from extproc.core.effects import Held
-from extproc.failures import FailureLog
-from extproc.protocol import BUNDLE_MARK, STORE_KIND, STORE_PATH, STORE_TICKET
+from extproc.core.effects import RequestHeld
 from extproc.rpc.server import MOST_MESSAGE_BYTES, RpcFailed, RpcServer, Status
 from extproc.streams.access_log import receive_entries
-from extproc.streams.edge import OWN_MESSAGES
+from extproc.streams.direct_responses import OWN_MESSAGES
 from extproc.streams.headers import read_origin
 from extproc.streams.health import EXTERNAL_PROCESSOR, Health
+from extproc.streams.message_order import ANSWER_KINDS, IllegalMessage
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
-from extproc.streams.order import ANSWER_KINDS, IllegalMessage
+from extproc.task_supervisor import FailureLog
+from extproc.wire_protocol import BUNDLE_MARK, STORE_KIND, STORE_PATH, STORE_TICKET
 
 if TYPE_CHECKING:
     import socket
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from extproc.core.effects import Decision, Pending, RequestRefused
     from extproc.core.pipeline import Answer
-    from extproc.rpc.server import Call, Relay
+    from extproc.rpc.server import Relay, RpcCall
     from extproc.streams.context import StreamContext
     from extproc.streams.exchange import Exchange
-    from extproc.streams.headers import Origin
+    from extproc.streams.headers import StreamOrigin
 
 log = logging.getLogger(__name__)
 ACCESS_LOG: Final = "envoy.service.accesslog.v3.AccessLogService"
@@ -47,7 +47,7 @@ async def _nothing() -> None:
 class _Messages:
     """The messages that a gateway sends on one stream; None: it has closed its side."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RpcCall) -> None:
         self.call = call
         self._ahead: asyncio.Task[ProcessingRequest | None] | None = None
 
@@ -84,7 +84,7 @@ class GrpcServer:
         self,
         context: StreamContext,
         *,
-        new_exchange: Callable[[StreamContext, Callable[[], bool], Callable[[], Origin]], Exchange],
+        new_exchange: Callable[[StreamContext, Callable[[], bool], Callable[[], StreamOrigin]], Exchange],
         answer_to: Callable[
             [Pending, Callable[[], Awaitable[None]]], Coroutine[None, None, Answer | Decision | RequestRefused]
         ],
@@ -136,7 +136,7 @@ class GrpcServer:
             end.cancel()
         await self._server.close()
 
-    async def _process(self, call: Call) -> None:
+    async def _process(self, call: RpcCall) -> None:
         exchange = self._new_exchange(
             self._streams.of_stream(call.metadata),
             lambda: self._streams.options.trusts_headers or _is_bundle(call),
@@ -159,7 +159,7 @@ class GrpcServer:
                 answer = b""
                 del answers
         except IllegalMessage as error:
-            self._failures.note("a gateway sends what it may not", error, is_ours=False)
+            self._failures.record("a gateway sends what it may not", error, is_ours=False)
             if exchange.has_answer:
                 raise RpcFailed(Status.FAILED_PRECONDITION, str(error)) from None
             await call.write(exchange.refuse())
@@ -177,7 +177,7 @@ class GrpcServer:
         except IllegalMessage:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is counted, logged once and answered
-            self._failures.note("a request could not be decided and is refused, or an answer passes unread", error)
+            self._failures.record("a request could not be decided and is refused, or an answer passes unread", error)
             return exchange.fail(message)
 
     async def _decided(self, exchange: Exchange, messages: _Messages) -> list[bytes]:
@@ -189,7 +189,7 @@ class GrpcServer:
         except IllegalMessage:
             raise
         except Exception as error:  # noqa: BLE001 - likewise
-            self._failures.note("a request that waited could not be decided and is refused", error)
+            self._failures.record("a request that waited could not be decided and is refused", error)
             return [exchange.refuse()]
         return answers
 
@@ -198,13 +198,13 @@ class GrpcServer:
         limit of its own.
         """
         waiting = self._answer_to(pending, partial(_ask_to_wait, exchange, messages.call))
-        if not isinstance(pending, Held):
+        if not isinstance(pending, RequestHeld):
             return exchange.resume(await waiting)
         ended, ahead = asyncio.create_task(waiting), messages.ahead()
         try:
             await asyncio.wait({ended, ahead}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done() and _is_answer(ahead.result()):
-                exchange.answered_elsewhere()
+                exchange.on_answered_elsewhere()
                 return []
             return exchange.resume(await ended)
         finally:
@@ -217,14 +217,14 @@ class GrpcServer:
         if not self._open:
             self._is_idle.set()
 
-    async def _stream_access_logs(self, call: Call) -> None:
+    async def _stream_access_logs(self, call: RpcCall) -> None:
         while (message := await call.read()) is not None:
             entries = StreamAccessLogsMessage.FromString(message)
             # one odd entry must not cut off the log stream and with it all learning
             receive_entries(entries, self._streams, self._streams.clock(), self._failures)
         await call.write(b"")
 
-    async def _store_answer(self, call: Call) -> None:
+    async def _store_answer(self, call: RpcCall) -> None:
         """Envoy sends the answer to a request that the response cache had not found."""
         body, metadata = await call.read(), dict(call.metadata)
         context, is_stream = self._streams, metadata.get(STORE_KIND) == "stream"
@@ -234,20 +234,20 @@ class GrpcServer:
         await call.write(b"")
 
 
-async def _answer(message: bytes, call: Call) -> None:
+async def _answer(message: bytes, call: RpcCall) -> None:
     """A call that was decided before: Envoy sends it here for its answer."""
     while await call.read() is not None:
         pass
     await call.write(message)
 
 
-async def _ask_to_wait(exchange: Exchange, call: Call) -> None:
-    longer = exchange.longer_wait()
+async def _ask_to_wait(exchange: Exchange, call: RpcCall) -> None:
+    longer = exchange.wait_extension()
     if longer is not None:
         await call.write(longer)
 
 
-def _is_bundle(call: Call) -> bool:
+def _is_bundle(call: RpcCall) -> bool:
     """Whether the stream is our own bundle's: the gateway writes gRPC's metadata, and no client can."""
     return any(name == BUNDLE_MARK for name, _ in call.metadata)
 

@@ -37,7 +37,7 @@ class CertificateInvalid(ValueError):
     """The certificate and key cannot be used; the message has the reason."""
 
 
-class Pair(msgspec.Struct, frozen=True):
+class KeyPair(msgspec.Struct, frozen=True):
     """A certificate, or a chain that begins with it, and its private key, both PEM."""
 
     certificate: bytes
@@ -79,7 +79,7 @@ class TlsLimits(msgspec.Struct, frozen=True):
         return made
 
 
-class FollowedCertificate:
+class ReloadingCertificate:
     """The pair presented to new connections: that in ``files`` as it is now, or, if there are none, a self-signed one.
 
     Open connections keep the pair that they began with. A pair that cannot be used is refused, and the last good one
@@ -113,7 +113,7 @@ class FollowedCertificate:
         # OpenSSL calls this at every handshake, whether the client names a server or not
         connection.context = self._context.value
 
-    async def follow(self) -> None:
+    async def watch_files(self) -> None:
         """Until cancelled, use what the files hold."""
         while self._files is not None:
             await asyncio.sleep(_POLL_S)
@@ -128,7 +128,7 @@ class FollowedCertificate:
             case "new" if self._files is not None:
                 log.info("new connections are shown the certificate of %s", self._files.certificate)
 
-    def _checked(self, pair: Pair) -> ssl.SSLContext:
+    def _checked(self, pair: KeyPair) -> ssl.SSLContext:
         """Raises CertificateInvalid."""
         first = _leaf(pair, self._files)
         made = self._limits.context()
@@ -137,7 +137,7 @@ class FollowedCertificate:
         return made
 
 
-def _load(pair: Pair, context: ssl.SSLContext) -> None:
+def _load(pair: KeyPair, context: ssl.SSLContext) -> None:
     """Have ``context`` present ``pair``; raises CertificateInvalid. It reads files alone, and a key belongs on no
     disk: this one is in memory.
     """
@@ -150,7 +150,7 @@ def _load(pair: Pair, context: ssl.SSLContext) -> None:
             raise CertificateInvalid(f"OpenSSL cannot use the certificate: {error.reason}") from None
 
 
-def self_signed(now: dt.datetime, *, needs_rsa: bool = False) -> Pair:
+def self_signed(now: dt.datetime, *, needs_rsa: bool = False) -> KeyPair:
     """A self-signed pair: the connection is encrypted, and clients must not verify the server's identity."""
     from cryptography import x509  # noqa: PLC0415 - only with TLS
     from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
@@ -168,17 +168,17 @@ def self_signed(now: dt.datetime, *, needs_rsa: bool = False) -> Pair:
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return Pair(signed.public_bytes(serialization.Encoding.PEM), private)
+    return KeyPair(signed.public_bytes(serialization.Encoding.PEM), private)
 
 
-def _read(files: TlsFiles) -> Pair:
+def _read(files: TlsFiles) -> KeyPair:
     try:
-        return Pair(files.certificate.read_bytes(), files.key.read_bytes())
+        return KeyPair(files.certificate.read_bytes(), files.key.read_bytes())
     except OSError as error:
         raise CertificateInvalid(f"{error.filename}: {error.strerror}") from None
 
 
-def _leaf(pair: Pair, files: TlsFiles | None) -> Certificate:
+def _leaf(pair: KeyPair, files: TlsFiles | None) -> Certificate:
     """The certificate, whose key the other half is; raises CertificateInvalid. ``files``: where the pair is from."""
     from cryptography import x509  # noqa: PLC0415 - only with TLS
     from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415

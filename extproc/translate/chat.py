@@ -11,9 +11,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from extproc.translate import forms
-from extproc.translate.events import DONE, unnamed
-from extproc.translate.forms import Dropped, Field, Fields, Malformed, Object, count, index, objects, part, text
+from extproc.translate import json_fields
+from extproc.translate.json_fields import (
+    DroppedFields,
+    FieldRule,
+    Fields,
+    Malformed,
+    Object,
+    as_count,
+    as_index,
+    as_objects,
+    as_text,
+    member_object,
+)
+from extproc.translate.server_sent_events import DONE, encode_data_event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,19 +34,19 @@ ENCRYPTED_DETAIL: Final = "reasoning.encrypted"
 _ONE_TEXT: Final = "ask for one text"
 # What becomes of a request's fields in all other APIs.
 FIELDS: Final[Fields] = {
-    **{name: Field(name) for name in ("model", "stream", "temperature", "top_p", "top_k", "cache_salt")},
-    "stream_options": Field(note="`include_usage` decides whether the client gets usage"),
-    "tools": Field(note="`tools`"),
-    "tool_choice": Field(note="`tool_choice`"),
-    "n": Field(refused=_ONE_TEXT, neutral=(None, 1)),
-    "audio": Field(refused=_ONE_TEXT),
-    "modalities": Field(refused=_ONE_TEXT, neutral=(None, ["text"])),
-    "functions": Field(refused="use `tools`"),
-    "function_call": Field(refused="use `tool_choice`"),
-    "web_search_options": Field(refused="search yourself"),
-    "logprobs": Field(neutral=(None, False)),
-    "frequency_penalty": Field(neutral=(None, 0, 0.0)),
-    "presence_penalty": Field(neutral=(None, 0, 0.0)),
+    **{name: FieldRule(name) for name in ("model", "stream", "temperature", "top_p", "top_k", "cache_salt")},
+    "stream_options": FieldRule(note="`include_usage` decides whether the client gets usage"),
+    "tools": FieldRule(note="`tools`"),
+    "tool_choice": FieldRule(note="`tool_choice`"),
+    "n": FieldRule(refused=_ONE_TEXT, neutral=(None, 1)),
+    "audio": FieldRule(refused=_ONE_TEXT),
+    "modalities": FieldRule(refused=_ONE_TEXT, neutral=(None, ["text"])),
+    "functions": FieldRule(refused="use `tools`"),
+    "function_call": FieldRule(refused="use `tool_choice`"),
+    "web_search_options": FieldRule(refused="search yourself"),
+    "logprobs": FieldRule(neutral=(None, False)),
+    "frequency_penalty": FieldRule(neutral=(None, 0, 0.0)),
+    "presence_penalty": FieldRule(neutral=(None, 0, 0.0)),
 }
 _MESSAGE: Final = frozenset(
     ("role", "content", "refusal", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "reasoning_details")
@@ -46,7 +57,7 @@ NO_PARAMETERS: Final[Object] = {"type": "object", "properties": {}}
 MOST_BLOCKS: Final = 1024
 
 
-class Call(NamedTuple):
+class ToolCallDelta(NamedTuple):
     """A piece of a tool call: the id and the name come once, the arguments in pieces."""
 
     at: int
@@ -55,7 +66,7 @@ class Call(NamedTuple):
     arguments: str
 
 
-class Piece(NamedTuple):
+class ChatDelta(NamedTuple):
     """A chunk, or a whole completion as a single one."""
 
     id: str
@@ -65,32 +76,32 @@ class Piece(NamedTuple):
     details: list[Object]
     text: str
     refusal: str
-    calls: list[Call]
+    calls: list[ToolCallDelta]
     finish: str
     stop: str
     usage: Object | None
     service_tier: str
 
 
-def piece(chunk: Object) -> Piece:
+def parse_chat_delta(chunk: Object) -> ChatDelta:
     """Of a chunk or a completion, whose only choice is the first."""
-    choices = objects(chunk.get("choices"), "choices")
+    choices = as_objects(chunk.get("choices"), "choices")
     choice = choices[0] if choices else {}
     delta = choice.get("delta", choice.get("message")) or {}
-    delta = forms.obj(delta, "choices.delta")
-    details = objects(delta.get("reasoning_details"), "reasoning_details")
+    delta = json_fields.as_object(delta, "choices.delta")
+    details = as_objects(delta.get("reasoning_details"), "reasoning_details")
     stop = choice.get("stop_reason")  # vLLM: the stop sequence, or the id of a token
     usage, tier = chunk.get("usage"), chunk.get("service_tier")
-    return Piece(
-        id=text(chunk.get("id"), "id"),
-        model=text(chunk.get("model"), "model"),
-        created=count(chunk.get("created")),
+    return ChatDelta(
+        id=as_text(chunk.get("id"), "id"),
+        model=as_text(chunk.get("model"), "model"),
+        created=as_count(chunk.get("created")),
         reasoning="" if any(one.get("text") for one in details) else _reasoning(delta),
         details=details,
-        text=text(delta.get("content"), "content"),
-        refusal=text(delta.get("refusal"), "refusal"),
-        calls=_calls(delta, forms.renamed(chunk.get("id"), "call_")) if delta.get("tool_calls") else [],
-        finish=text(choice.get("finish_reason"), "finish_reason"),
+        text=as_text(delta.get("content"), "content"),
+        refusal=as_text(delta.get("refusal"), "refusal"),
+        calls=_calls(delta, json_fields.with_id_prefix(chunk.get("id"), "call_")) if delta.get("tool_calls") else [],
+        finish=as_text(choice.get("finish_reason"), "finish_reason"),
         stop=stop if isinstance(stop, str) else "",
         usage=usage if isinstance(usage, dict) else None,
         service_tier=tier if isinstance(tier, str) else "",
@@ -98,27 +109,27 @@ def piece(chunk: Object) -> Piece:
 
 
 def _reasoning(delta: Object) -> str:
-    return text(delta.get("reasoning") or delta.get("reasoning_content"), "reasoning")
+    return as_text(delta.get("reasoning") or delta.get("reasoning_content"), "reasoning")
 
 
-def _calls(delta: Object, prefix: str) -> list[Call]:
+def _calls(delta: Object, prefix: str) -> list[ToolCallDelta]:
     """Some engines give a call no id; clients need one to answer it."""
     found = []
-    for position, one in enumerate(objects(delta["tool_calls"], "tool_calls")):
-        function = part(one, "function")
-        at = index(one["index"], "tool_calls.index") if "index" in one else position
+    for position, one in enumerate(as_objects(delta["tool_calls"], "tool_calls")):
+        function = member_object(one, "function")
+        at = as_index(one["index"], "tool_calls.index") if "index" in one else position
         if at >= MOST_BLOCKS:
             raise Malformed(f"an answer has more than {MOST_BLOCKS} tool calls")
-        identifier = text(one.get("id"), "tool_calls.id")
-        name = text(function.get("name"), "tool_calls.function.name")
-        arguments = text(function.get("arguments"), "tool_calls.function.arguments")
-        found.append(Call(at, identifier or f"{prefix}_{at}", name, arguments))
+        identifier = as_text(one.get("id"), "tool_calls.id")
+        name = as_text(function.get("name"), "tool_calls.function.name")
+        arguments = as_text(function.get("arguments"), "tool_calls.function.arguments")
+        found.append(ToolCallDelta(at, identifier or f"{prefix}_{at}", name, arguments))
     return found
 
 
-def reasoning_of(message: Object) -> list[Object]:
+def reasoning_pieces(message: Object) -> list[Object]:
     """The pieces of a message's reasoning; text alone is a piece without signature."""
-    details = objects(message.get("reasoning_details"), "reasoning_details")
+    details = as_objects(message.get("reasoning_details"), "reasoning_details")
     plain = _reasoning(message)
     if not details:
         return [{"index": 0, "type": TEXT_DETAIL, "text": plain}] if plain else []
@@ -139,45 +150,45 @@ def with_reasoning(message: Object, details: list[Object]) -> Object:
     return message
 
 
-def messages_of(request: Object, dropped: Dropped) -> list[Object]:
+def messages_of(request: Object, dropped: DroppedFields) -> list[Object]:
     """A request's messages; names of their authors are dropped."""
-    found = objects(request.get("messages"), "messages")
+    found = as_objects(request.get("messages"), "messages")
     for one in found:
-        dropped.rest(one, _MESSAGE, "messages")
-    dropped.rest(part(request, "stream_options"), frozenset(("include_usage",)), "stream_options")
+        dropped.add_unknown(one, _MESSAGE, "messages")
+    dropped.add_unknown(member_object(request, "stream_options"), frozenset(("include_usage",)), "stream_options")
     return found
 
 
-def functions_of(request: Object, dropped: Dropped) -> Iterator[Object]:
+def tool_functions(request: Object, dropped: DroppedFields) -> Iterator[Object]:
     """A request's tools: name, description, parameters, strict."""
-    for tool in objects(request.get("tools"), "tools"):
+    for tool in as_objects(request.get("tools"), "tools"):
         if tool.get("type") != "function":
-            raise forms.no_counterpart("tools", f"one of type {tool.get('type')}")
-        function = forms.obj(tool.get("function"), "tools.function")
-        dropped.rest(function, _FUNCTION, "tools.function")
-        text(function.get("name"), "tools.function.name")
+            raise json_fields.untranslatable_request("tools", f"one of type {tool.get('type')}")
+        function = json_fields.as_object(tool.get("function"), "tools.function")
+        dropped.add_unknown(function, _FUNCTION, "tools.function")
+        as_text(function.get("name"), "tools.function.name")
         found = {name: one for name, one in function.items() if name in _FUNCTION and one is not None}
-        yield {**found, "parameters": part(found, "parameters") or NO_PARAMETERS}
+        yield {**found, "parameters": member_object(found, "parameters") or NO_PARAMETERS}
 
 
-def choice_of(request: Object) -> str | Object | None:
+def tool_choice(request: Object) -> str | Object | None:
     """The choice of tools: auto, required, none, or a function with its name."""
     choice = request.get("tool_choice")
     if choice is None or choice in ("auto", "required", "none"):
         return choice
-    function = part(choice, "function") if isinstance(choice, dict) else {}
+    function = member_object(choice, "function") if isinstance(choice, dict) else {}
     if isinstance(function.get("name"), str):
         return function
     raise Malformed("tool_choice must be auto, required, none or a function")
 
 
-def to_chat(request: Object, dropped: Dropped) -> Object:
+def to_chat(request: Object, dropped: DroppedFields) -> Object:
     """Chat itself."""
     del dropped
     return request
 
 
-def from_chat(request: Object, dropped: Dropped) -> Object:
+def from_chat(request: Object, dropped: DroppedFields) -> Object:
     """The request as engines that have chat alone take it: none of them verifies signatures."""
     for message in request["messages"]:
         for detail in message.pop("reasoning_details", ()):
@@ -198,17 +209,17 @@ def answer_from_chat(answer: Object) -> Object:
     return answer
 
 
-def chunk(first: Object, delta: Object, finish: str | None = None, **more: object) -> Object:
+def make_chunk(first: Object, delta: Object, finish: str | None = None, **more: object) -> Object:
     """A chunk of the answer whose id, model and time ``first`` has."""
     return {**first, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]}
 
 
-def usage_chunk(first: Object, usage: Object) -> Object:
+def make_usage_chunk(first: Object, usage: Object) -> Object:
     """The last chunk, which has usage alone."""
     return {**first, "choices": [], "usage": usage}
 
 
-def usage(*, prompt: int, completion: int, cached: int, written: int, reasoning: int) -> Object:
+def make_usage(*, prompt: int, completion: int, cached: int, written: int, reasoning: int) -> Object:
     """OpenAI's usage: the prompt's tokens include those that were cached, the completion's those of reasoning."""
     prompt_details = {"cached_tokens": cached} | ({"cache_write_tokens": written} if written else {})
     return {
@@ -220,7 +231,7 @@ def usage(*, prompt: int, completion: int, cached: int, written: int, reasoning:
     }
 
 
-class Tokens(NamedTuple):
+class TokenUsage(NamedTuple):
     """Of a completion's usage."""
 
     prompt: int
@@ -230,16 +241,19 @@ class Tokens(NamedTuple):
     reasoning: int
 
 
-def tokens(found: Object | None) -> Tokens:
+def token_usage(found: Object | None) -> TokenUsage:
     """What a completion's usage says; zeros for what it does not."""
     usage = found or {}
-    prompt, completion = part(usage, "prompt_tokens_details"), part(usage, "completion_tokens_details")
-    return Tokens(
-        prompt=count(usage.get("prompt_tokens")),
-        completion=count(usage.get("completion_tokens")),
-        cached=count(prompt.get("cached_tokens")),
-        written=count(prompt.get("cache_write_tokens")),
-        reasoning=count(completion.get("reasoning_tokens")),
+    prompt, completion = (
+        member_object(usage, "prompt_tokens_details"),
+        member_object(usage, "completion_tokens_details"),
+    )
+    return TokenUsage(
+        prompt=as_count(usage.get("prompt_tokens")),
+        completion=as_count(usage.get("completion_tokens")),
+        cached=as_count(prompt.get("cached_tokens")),
+        written=as_count(prompt.get("cache_write_tokens")),
+        reasoning=as_count(completion.get("reasoning_tokens")),
     )
 
 
@@ -253,7 +267,7 @@ class ToChunks:
 
     def chunks(self, event: Object) -> list[Object]:
         """``event`` itself."""
-        choices = objects(event.get("choices"), "choices")
+        choices = as_objects(event.get("choices"), "choices")
         self.ended = self.ended or any(one.get("finish_reason") for one in choices)
         # some providers begin with a chunk that has nothing, not even an id
         return [event] if choices or event.get("usage") or event.get("error") else []
@@ -269,7 +283,7 @@ class FromChunks:
         """The chunk, unless it has usage alone and the client has not requested it."""
         if not self._include_usage and not found.get("choices"):
             return []
-        return [unnamed(found)]
+        return [encode_data_event(found)]
 
     def finish(self) -> list[bytes]:
         """The end of a whole answer."""
@@ -277,4 +291,4 @@ class FromChunks:
 
     def fail(self, error: Object) -> list[bytes]:
         """An error; nothing follows it."""
-        return [unnamed(forms.openai_error(error))]
+        return [encode_data_event(json_fields.openai_error(error))]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from extproc.errors import BadRequest, UnknownPath
-from extproc.protocol import ANTHROPIC_VERSION, DEFAULT_ANTHROPIC_VERSION
-from extproc.translate import chat, forms, messages, responses
+from extproc.translate import anthropic_messages, chat, json_fields, openai_responses
 from extproc.translate.directive import NAMES
-from extproc.translate.events import DONE, EventReader
-from extproc.translate.forms import Dropped, Malformed, Object
+from extproc.translate.json_fields import DroppedFields, Malformed, Object
+from extproc.translate.server_sent_events import DONE, EventReader
+from extproc.wire_protocol import ANTHROPIC_VERSION, DEFAULT_ANTHROPIC_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from extproc.errors import Refusal
 
 _DIALECTS: Final[Mapping[str, _Dialect]] = MappingProxyType(
-    {"chat": chat, "messages": messages, "responses": responses}
+    {"chat": chat, "messages": anthropic_messages, "responses": openai_responses}
 )
 _PATHS: Final = {name: api.spec.paths[0] for api, name in NAMES.items()}
 # What every answer has.
@@ -66,8 +66,8 @@ class FromChunks(Protocol):
 class _Dialect(Protocol):
     """A module that has an API's translations to chat and from it."""
 
-    def to_chat(self, request: Object, dropped: Dropped) -> Object: ...
-    def from_chat(self, request: Object, dropped: Dropped) -> Object: ...
+    def to_chat(self, request: Object, dropped: DroppedFields) -> Object: ...
+    def from_chat(self, request: Object, dropped: DroppedFields) -> Object: ...
     def answer_to_chat(self, answer: Object) -> Object: ...
     def answer_from_chat(self, answer: Object) -> Object: ...
     def ToChunks(self) -> ToChunks: ...  # noqa: N802 - a class of the module
@@ -93,7 +93,7 @@ class Translation(msgspec.Struct, frozen=True):
     client: str
     engine: str
 
-    def path(self, client_path: str) -> str:
+    def engine_path(self, client_path: str) -> str:
         """The engine's path; what stands before the API's own path stays, a query goes."""
         plain = client_path.partition("?")[0]
         own = _PATHS[self.client]
@@ -106,18 +106,18 @@ class Translation(msgspec.Struct, frozen=True):
         version = DEFAULT_ANTHROPIC_VERSION if self.engine == "messages" else None
         return ((ANTHROPIC_VERSION, version), (_ANTHROPIC_BETA, None))
 
-    def request(self, body: bytes, *, strict: bool) -> Translated:
+    def translate_request(self, body: bytes, *, strict: bool) -> Translated:
         """The engine's body. Raises BadRequest if the client's is invalid or has what would be missed; if ``strict``,
         also if anything is dropped.
         """
-        client, engine, dropped = _DIALECTS[self.client], _DIALECTS[self.engine], Dropped()
+        client, engine, dropped = _DIALECTS[self.client], _DIALECTS[self.engine], DroppedFields()
         try:
-            given = forms.decode(body)
-            options = forms.part(given, "stream_options")
+            given = json_fields.decode_object(body)
+            options = json_fields.member_object(given, "stream_options")
             found = engine.from_chat(client.to_chat(given, dropped), dropped)
-            out = forms.encode(found)
+            out = json_fields.encode_json(found)
         except Malformed as error:
-            raise forms.bad_request(error) from None
+            raise json_fields.malformed_request(error) from None
         if strict and dropped.paths:
             names = ", ".join(dropped.paths)
             raise BadRequest(f"The engines of this model have no counterpart for: {names}.", param=dropped.paths[0])
@@ -125,27 +125,27 @@ class Translation(msgspec.Struct, frozen=True):
         include_usage = self.client != "chat" or options.get("include_usage") is True
         return Translated(out, dropped.paths, is_stream, include_usage)
 
-    def answer(self, status: int, body: bytes) -> bytes:
+    def translate_answer(self, status: int, body: bytes) -> bytes:
         """The engine's whole answer or error, in the client's form. Raises UntranslatableAnswer."""
         if status >= 400:
-            return self.error(forms.error_of(status, body))
+            return self.translate_error(json_fields.engine_error(status, body))
         client, engine = _DIALECTS[self.client], _DIALECTS[self.engine]
         try:
-            found = forms.decode(body)
+            found = json_fields.decode_object(body)
             if isinstance(found.get("error"), dict):
-                raise Malformed(forms.error_object(500, found)["message"])
+                raise Malformed(json_fields.error_object(500, found)["message"])
             if status >= 300 or not isinstance(found.get(_CONTENT[self.engine]), list):
                 raise Malformed(f"it has status {status}, or no {_CONTENT[self.engine]}")
-            return forms.encode(client.answer_from_chat(engine.answer_to_chat(found)))
+            return json_fields.encode_json(client.answer_from_chat(engine.answer_to_chat(found)))
         except (Malformed, BadRequest) as error:
-            raise forms.bad_answer(error) from None
+            raise json_fields.malformed_answer(error) from None
 
-    def error(self, error: Object) -> bytes:
+    def translate_error(self, error: Object) -> bytes:
         """An error in the client's form."""
-        form = forms.anthropic_error if self.client == "messages" else forms.openai_error
-        return forms.encode(form(error))
+        form = json_fields.anthropic_error if self.client == "messages" else json_fields.openai_error
+        return json_fields.encode_json(form(error))
 
-    def stream(self, *, include_usage: bool = True) -> StreamTranslator:
+    def open_stream(self, *, include_usage: bool = True) -> StreamTranslator:
         """For the events of one answer. ``include_usage``: clients of chat get the chunk that has usage alone."""
         client, engine = _DIALECTS[self.client], _DIALECTS[self.engine]
         return StreamTranslator(engine.ToChunks(), client.FromChunks(include_usage=include_usage))
@@ -182,7 +182,7 @@ class StreamTranslator:
                 if not self.is_over:
                     self._on_data(data, out)
         except (Malformed, BadRequest) as error:
-            out += self._fail(forms.failure(f"The engine's answer cannot be translated: {error}."))
+            out += self._fail(json_fields.stream_error(f"The engine's answer cannot be translated: {error}."))
         return b"".join(out)
 
     def finish(self, why: Refusal | None = None) -> bytes:
@@ -191,14 +191,18 @@ class StreamTranslator:
             return b""
         if self._engine.ended:
             return b"".join(self._finish())
-        error = forms.failure(_UNFINISHED) if why is None else forms.failure(why.message, why.error_type, why.code)
+        error = (
+            json_fields.stream_error(_UNFINISHED)
+            if why is None
+            else json_fields.stream_error(why.message, why.error_type, why.code)
+        )
         return b"".join(self._fail(error))
 
     def _on_data(self, data: bytes, out: list[bytes]) -> None:
         if data == DONE:
             out.append(self.finish())
             return
-        for one in self._engine.chunks(forms.decode(data)):
+        for one in self._engine.chunks(json_fields.decode_object(data)):
             if one.get("error"):
                 out += self._fail(one)
                 return
@@ -212,7 +216,7 @@ class StreamTranslator:
 
     def _fail(self, found: Object) -> list[bytes]:
         self._is_over = True
-        error = forms.error_object(500, found)
+        error = json_fields.error_object(500, found)
         self.error = error["message"]
         return self._client.fail(error)
 
@@ -222,6 +226,6 @@ _TRANSLATIONS: Final[Mapping[tuple[str, str], Translation]] = MappingProxyType(
 )
 
 
-def translation(client: str, engine: str) -> Translation | None:
+def find_translation(client: str, engine: str) -> Translation | None:
     """Between two of chat, messages and responses; None if they are the same, or one of them is another API."""
     return _TRANSLATIONS.get((client, engine))

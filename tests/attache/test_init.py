@@ -20,9 +20,9 @@ import yaml
 from attache import init
 from attache.init import Engine, GatewayPlan, Key, Ports, document, main, yaml_scalar
 from bench.stack.processes import free_ports
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from extproc.cli.check import main as check
-from extproc.feeds.engine_access import ConnectionSettings
+from extproc.feeds.engine_http import ConnectionSettings
 from tests.certificates import Authority
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def test_a_limit_without_keys_is_of_all_clients(tmp_path: Path, engine: Start) -
 
 def test_each_line_of_metrics_is_read_once(engine: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(init, "engine_of", lines.append)
+    monkeypatch.setattr(init, "engine_with_metric", lines.append)
     address = engine({"/v1/models": models("meta/llama"), "/metrics": b"a 1\nb 1\n", "/prometheus/metrics": b"c 1\n"})
     made(tmp_path / "new", "--engine", address)
     assert lines == ["a 1", "b 1", "c 1"]

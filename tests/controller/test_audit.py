@@ -15,7 +15,7 @@ from bench.stack.stack import documents
 from controller.audit import Audit, Place, add_audit_option, caused_by, file_recorder, opened_audit, place_of
 from controller.bundle.sync import BundleSync
 from controller.gateway.directory_writer import DirectoryWriter
-from extproc.api.load import ConfigDirectory
+from extproc.api.config_loader import ConfigDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

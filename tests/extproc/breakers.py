@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.endpoints.avoidance import key_of, set_breaker
+from extproc.endpoints.breaker_ranks import breaker_key, set_breaker
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import EndpointTable
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 def trip(table: EndpointTable, row: int, now: float, *, times: int = 1) -> float:
     """The breaker of the row opens; returns the end of its pause. ``times``: in a row."""
     for _ in range(times):
-        key = key_of("default/llama", table.addresses[row])
+        key = breaker_key("default/llama", table.addresses[row])
         set_breaker(table, row, table.breakers[row].opened(key, now, needed=1))
     return table.breakers[row].reopen_at_s

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused, RequestSettled
 from extproc.core.states import State
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect
-    from extproc.core.record import Head, Outcome
+    from extproc.core.request_record import Outcome, RequestHead
     from extproc.metrics.registry import Metrics
 
 CONFIG = b"""
@@ -51,9 +51,9 @@ def core(snapshot: Snapshot) -> Core:
     return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
 
 
-def decide(core: Core, head: Head, body: bytes, now: float = 0.0) -> Decision:
+def decide(core: Core, head: RequestHead, body: bytes, now: float = 0.0) -> Decision:
     """The decision on a request that goes at once; raises the Refusal that its client would get."""
-    own, _ = core.arrive(core.builder.by_model(head, body), now)
+    own, _ = core.arrive(core.builder.build_by_model(head, body), now)
     if isinstance(own, RequestRefused):
         raise own.refusal
     assert isinstance(own, Decision)

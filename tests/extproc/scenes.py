@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Held, RequestRefused
-from extproc.core.record import Head
+from extproc.core.effects import Decision, RequestHeld, RequestRefused
+from extproc.core.request_record import RequestHead
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect, RequestEffect
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
 
 CHAT: Final = "/v1/chat/completions"
 ONE_AT_A_TIME: Final = "saturation: {queueDepth: null, kvUsage: null, maxWait: null, maxRequests: 1}"
@@ -67,9 +67,9 @@ def request(
     **fields: object,
 ) -> Arrival:
     """One message to ``model``. ``headers``: a gateway in front of us that is trusted has set them."""
-    head = Head("POST", path, headers or {}, has_body=True, is_trusted=headers is not None)
+    head = RequestHead("POST", path, headers or {}, has_body=True, is_trusted=headers is not None)
     body = {"model": model, "messages": [{"role": "user", "content": content}], **fields}
-    return core.builder.by_model(head, json.dumps(body).encode())
+    return core.builder.build_by_model(head, json.dumps(body).encode())
 
 
 def ends(effects: Iterable[Effect]) -> list[Decision | RequestRefused]:
@@ -95,7 +95,7 @@ class Scene:
     def held(self, tenant: str = "acme", now: float = 0.0) -> str:
         """Its ticket."""
         found = self.enter(tenant, now)
-        assert isinstance(found, Held)
+        assert isinstance(found, RequestHeld)
         return found.ticket
 
     def sent(self, tenant: str = "acme", now: float = 0.0) -> Decision:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.logs import JsonFormatter, TextFormatter, add_log_options, log_words
+from extproc.logs import JsonFormatter, TextFormatter, add_log_options, log_arguments
 
 FORGED: Final = "x\n2026-01-01 00:00:00,000 ERROR extproc: forged\r\x1b[2J\x85\u2028\x00\ud800"
 
@@ -83,8 +83,8 @@ def test_the_options_are_passed_on_to_other_programs() -> None:
     made = argparse.ArgumentParser()
     add_log_options(made)
     options = made.parse_args(["--log-format", "json", "--log-level", "error"])
-    assert log_words(options) == ("--log-format", "json", "--log-level", "error")
-    assert made.parse_args(log_words(made.parse_args([]))) == made.parse_args([])
+    assert log_arguments(options) == ("--log-format", "json", "--log-level", "error")
+    assert made.parse_args(log_arguments(made.parse_args([]))) == made.parse_args([])
 
 
 NOBODY_READS: Final = """

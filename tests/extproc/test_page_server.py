@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from bench.stack.processes import free_ports
 from extproc.metrics.registry import TlsMetrics
 from extproc.page_server import PageLimits, PageServer
-from extproc.streams.tls import FollowedCertificate
+from extproc.streams.tls import ReloadingCertificate
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SHORT = PageLimits(begin_s=0.3, idle_s=PATIENT_S)
 
 
 def context() -> ssl.SSLContext:
-    return FollowedCertificate(None, TlsMetrics(CollectorRegistry()), lambda: NOW).context
+    return ReloadingCertificate(None, TlsMetrics(CollectorRegistry()), lambda: NOW).context
 
 
 @asynccontextmanager

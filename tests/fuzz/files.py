@@ -17,10 +17,10 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from controller.bundle.envoy.bundle import build_bundle
+from extproc.api.config_loader import load_snapshot
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_snapshot
 from extproc.core.core import Core
-from extproc.llmd.files import picker_notes
+from extproc.llmd.picker_builder import picker_notes
 from tests.fuzz.values import broken
 
 if TYPE_CHECKING:

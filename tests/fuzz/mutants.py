@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from bench.stack.stack import ALIAS
-from extproc.protocol import APIS_BY_PATH, Api
+from extproc.wire_protocol import APIS_BY_PATH, Api
 from tests.fuzz.values import broken, changed
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ from controller.models.model_infer.reconcile import reconcile as reconcile_model
 from controller.models.model_infer_reconciler import ModelInferReconciler
 from controller.models.model_reconciler import ModelReconciler, SharedNamespaces
 from controller.webhooks.admission.checks import read_review, review_object
-from extproc.api.load import load_snapshot
-from extproc.llmd.files import InstalledPlugins
+from extproc.api.config_loader import load_snapshot
+from extproc.llmd.picker_builder import InstalledPlugins
 from tests.fake_api.kinds import faults_in, kinds_of, unknown_fields, with_defaults, without_fields
 from tests.fuzz.loop import Attempt, Attempts, run_inputs
 from tests.fuzz.values import JSON_VALUES, changed

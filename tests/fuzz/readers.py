@@ -22,31 +22,31 @@ import yaml
 from controller.commands.epp import LaunchContext, plan_launch
 from controller.commands.epp_flags import FLAGS, FlagInvalid, read_flags
 from controller.gateway.compile.file_discovery import DiscoveryInvalid, FilePoolCompiler, parse_file_discovery
+from extproc.api.config_loader import load_snapshot
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Fault
-from extproc.core.peers import EngineReported, UnreadableBatch, decode_events
-from extproc.core.record import Head
-from extproc.engines.answers import (
-    Unreadable,
-    adapters_in,
-    answer_to_load,
-    base_model,
-    is_unloaded,
-    message_of,
-    models_held,
-    models_in,
-    repository_models,
-)
+from extproc.core.peer_events import EngineReported, UnreadableBatch, decode_events
+from extproc.core.request_record import RequestHead
 from extproc.engines.dialects import ENGINE_TYPES
+from extproc.engines.engine_responses import (
+    UnreadableResponse,
+    error_message,
+    is_unloaded,
+    parse_adapters,
+    parse_base_model,
+    parse_load_response,
+    parse_loaded_models,
+    parse_model_list,
+    parse_repository_index,
+)
 from extproc.engines.metrics import MetricsReader
-from extproc.engines.pages import PageRefused
-from extproc.feeds.http_get import AnswerParser, BadAnswer
-from extproc.feeds.saved_levels import SavedLevels
-from extproc.feeds.tokens import most_tokens, tokens_in_answer
-from extproc.llmd.files import InstalledPlugins
+from extproc.engines.prometheus_text import MetricsPageRefused
+from extproc.feeds.http_get import BadResponse, ResponseParser
+from extproc.feeds.saved_limits import SavedLimits
+from extproc.feeds.tokenizers import max_prompt_tokens, parse_tokens
+from extproc.llmd.picker_builder import InstalledPlugins
 from extproc.prefix.kv_events import UnreadableEvents
 from extproc.prefix.kv_index import EventSource, KvIndex, KvStream
 from tests.fuzz.loop import Attempt, Attempts, run_inputs
@@ -304,7 +304,7 @@ def _metrics_pages() -> Attempt:
         for _ in range(rng.randint(1, 4)):
             try:
                 reading = reader.read(broken_page(rng))
-            except PageRefused:
+            except MetricsPageRefused:
                 return False
             report = reading.report
             numbers = (report.waiting, report.running, report.kv_usage, report.ttft_s, report.tpot_s)
@@ -340,13 +340,13 @@ def _http_answers() -> Attempt:
         results = []
         # however it is cut, the result is the same
         for pieces in ([answer], _cut(answer, rng)):
-            parser, found = AnswerParser(), None
+            parser, found = ResponseParser(), None
             try:
                 for piece in pieces:
                     found = parser.receive(piece)
                     if found is not None:
                         break
-            except BadAnswer:
+            except BadResponse:
                 found = b"refused"
             results.append(found)
         _must(results[0] == results[1], "an answer means something else when it comes in pieces")
@@ -375,7 +375,13 @@ def broken_json(rng: random.Random, *, of: str = "") -> bytes:
 
 
 def _json_answers() -> Attempt:
-    readers: Sequence[Callable[[bytes], object]] = (models_in, base_model, adapters_in, repository_models, models_held)
+    readers: Sequence[Callable[[bytes], object]] = (
+        parse_model_list,
+        parse_base_model,
+        parse_adapters,
+        parse_repository_index,
+        parse_loaded_models,
+    )
 
     def attempt(rng: random.Random) -> bool:
         body, used = broken_json(rng), False
@@ -383,12 +389,12 @@ def _json_answers() -> Attempt:
             try:
                 read(body)
                 used = True
-            except Unreadable as refused:
+            except UnreadableResponse as refused:
                 _must(str(refused).isprintable(), "a refusal would break a line of the log")
         status = rng.choice((0, 199, 200, 204, 400, 404, 409, 500, 503, 999))
-        answer = answer_to_load(status, body)
+        answer = parse_load_response(status, body)
         _must(all(isinstance(one, str) for one in answer.unloaded), "the name of an adapter is no text")
-        _must(message_of(body).isprintable(), "a message would break a line of the log")
+        _must(error_message(body).isprintable(), "a message would break a line of the log")
         return is_unloaded(status, body) or used
 
     return attempt
@@ -396,10 +402,10 @@ def _json_answers() -> Attempt:
 
 def _token_answers() -> Attempt:
     def attempt(rng: random.Random) -> bool:
-        most = most_tokens(b"x" * rng.choice((0, 10, 1_000)))
+        most = max_prompt_tokens(b"x" * rng.choice((0, 10, 1_000)))
         try:
-            found = tokens_in_answer(broken_json(rng, of="tokens"), most)
-        except Unreadable:
+            found = parse_tokens(broken_json(rng, of="tokens"), most)
+        except UnreadableResponse:
             return False
         _must(all(0 <= one < 2**32 for one in found), "a token is none")
         return True
@@ -431,8 +437,8 @@ class Scene:
 
     def serve(self) -> None:
         """Raises Wrong unless an honest request goes to an engine."""
-        head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-        arrival = self.core.builder.by_model(head, _CHAT)
+        head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
+        arrival = self.core.builder.build_by_model(head, _CHAT)
         own, effects = self.core.arrive(arrival, self.now())
         self.take(effects)
         sent = isinstance(own, Decision) or any(
@@ -504,9 +510,9 @@ def _state_files() -> Attempt:
         limits = scene.core.admission.limits
         with tempfile.TemporaryDirectory(prefix="attache-fuzz-") as folder:
             (Path(folder) / "limits-0.json").write_bytes(content)
-            SavedLevels(limits, Path(folder), number=1, clock=scene.now, wall_clock=lambda: 1e9).load()
+            SavedLimits(limits, Path(folder), number=1, clock=scene.now, wall_clock=lambda: 1e9).load()
         # of the file; an honest request has a bucket of its own
-        used = bool(limits.buckets)
+        used = bool(limits.bucket_count)
         scene.serve()
         levels = [one.level for one in limits.levels(scene.now())]
         _must(all(math.isfinite(one) for one in levels), f"levels {levels}")

@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.metrics import BundleMetrics
 from controller.bundle.sync import BundleSync
-from extproc.api.load import ConfigDirectory
+from extproc.api.config_loader import ConfigDirectory
 from extproc.metrics.registry import Metrics
 from tools.site_pages import PAGES, with_site_links
 

@@ -24,9 +24,9 @@ import yaml
 from attache.__main__ import misspelt_option
 from attache.commands import COMMANDS
 from controller.webhooks.admission.checks import read_review, review_object
+from extproc.api.config_loader import load_directory
 from extproc.api.kinds import DOCUMENT_KINDS
-from extproc.api.load import load_directory
-from extproc.llmd.files import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPlugins
 from tests.docs_examples import EXAMPLES, Example
 
 if TYPE_CHECKING:

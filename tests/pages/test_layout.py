@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from extproc.llmd.types import BUILT_IN
+from extproc.llmd.plugin_types import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from extproc.api.documents import Loader
+from extproc.api.yaml_documents import YamlLoader
 from tests.programs import not_tested
 from tools import helm, helm_chart
 from tools.helm_chart import CHART, COMPONENTS, ROOT, Value, files, values
@@ -32,7 +32,7 @@ TEMPLATES = [files()[CHART / "templates" / f"{base}.yaml"] for base in COMPONENT
 
 def by_name(text: str) -> Objects:
     """Without the namespace, which Helm makes."""
-    found = [one for one in yaml.load_all(text, Loader) if one is not None and one["kind"] != "Namespace"]
+    found = [one for one in yaml.load_all(text, YamlLoader) if one is not None and one["kind"] != "Namespace"]
     names = [f"{one['kind']}/{one['metadata']['name']}" for one in found]
     assert len(set(names)) == len(names)
     return dict(zip(names, found, strict=True))

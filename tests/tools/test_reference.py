@@ -11,7 +11,7 @@ import pytest
 from msgspec import inspect
 
 from controller.api.crds import field_docs
-from extproc.llmd.types import BUILT_IN, NOT_BUILT
+from extproc.llmd.plugin_types import BUILT_IN, NOT_BUILT
 from tools.reference.kinds import KINDS, anchor, default_text, page, type_text
 from tools.reference.llm_d import LLM_D, parameter_verdicts, unknown_parameters
 from tools.reference.llm_d import verdicts as file_verdicts

@@ -17,7 +17,7 @@ from aiohttp import web
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import documents, envoy_command
 from controller.bundle.sync import write_bundle_once
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from tests.waiting import eventually
 from tests.with_envoy.trailers import with_trailers
 

@@ -17,7 +17,7 @@ from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import documents, envoy_command
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.envoy_admin import read_envoy_state
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from extproc.api.status_pages import REPORT_PATH, ConfigReport
 from tests.fork_server import output_of
 from tests.waiting import eventually

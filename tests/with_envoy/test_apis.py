@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from extproc.protocol import APIS_BY_PATH, Api
+from extproc.wire_protocol import APIS_BY_PATH, Api
 from tests.fuzz.mutants import content_of
 from tests.waiting import eventually
 

@@ -18,7 +18,7 @@ import yaml
 from bench.stack.stack import ALIAS, MODEL, EngineFlags, running_stack
 from controller.usage.rows import parse_usage_line
 from extproc.api.spec import API_VERSION
-from extproc.protocol import LIVE_CALL, METADATA_CALL, READY_CALL, REPOSITORY_CALLS, V2_SERVICE
+from extproc.wire_protocol import LIVE_CALL, METADATA_CALL, READY_CALL, REPOSITORY_CALLS, V2_SERVICE
 from tests.model_calls import (
     CLASSIFY,
     GET_METADATA,

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from extproc.api.pricing import Price, TokenCounts, compile_prices, cost_micros
-from extproc.protocol import COST_CURRENCY, COST_MICROS
+from extproc.wire_protocol import COST_CURRENCY, COST_MICROS
 from tests.extproc.scenes import configuration, endpoints
 from tests.with_envoy.stand_in import gateway_on
 
@@ -63,7 +63,7 @@ def cost_of(answer: httpx.Response) -> tuple[str, str] | None:
 
 def expected(tokens: TokenCounts) -> tuple[str, str]:
     written = f"{endpoints('10.0.0.1:8000')}pricing: {json.dumps(PRICING)}"
-    price = compile_prices(configuration(servers={"llama": written}).servers[0].spec.pricing).at(0.0)
+    price = compile_prices(configuration(servers={"llama": written}).servers[0].spec.pricing).price_at(0.0)
     assert isinstance(price, Price)
     return str(cost_micros(price, tokens)), "EUR"
 

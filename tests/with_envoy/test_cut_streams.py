@@ -18,7 +18,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from controller.usage.rows import UsageRow, parse_usage_line
-from extproc.api.usage import UsageLine
+from extproc.api.usage_log import UsageLine
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import Gateway, gateway_on
 

@@ -25,7 +25,7 @@ from bench.stack.processes import Processes, free_ports, ports_in_a_row
 from bench.stack.stack import envoy_command
 from controller.bundle.sync import write_bundle_once
 from controller.usage.rows import parse_usage_line
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from extproc.api.spec import API_VERSION
 from tests.waiting import PATIENCE_S, eventually
 

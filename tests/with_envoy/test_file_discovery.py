@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.certificates import Authority
-from tests.extproc.feeds.test_engines import ELSEWHERE, page_elsewhere
+from tests.extproc.feeds.test_engine_scraper import ELSEWHERE, page_elsewhere
 from tests.fork_server import output_of
 from tests.waiting import eventually
 from tests.with_envoy.gateways import endpoints_file, engines, gateway

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from attache.init import main
 from bench.stack.processes import Processes, free_ports
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from tests.certificates import Authority
 from tests.waiting import eventually
 

@@ -19,7 +19,7 @@ from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.envoy_admin import read_envoy_state
 from controller.bundle.sync import wait_until_acknowledged
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from tests.certificates import Authority, client_context
 from tests.waiting import eventually
 from tests.with_envoy.test_admission import edit, spec_of

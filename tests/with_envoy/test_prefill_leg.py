@@ -20,8 +20,8 @@ from aiohttp import web
 from bench.stack.processes import free_ports
 from controller.usage.rows import parse_usage_line
 from extproc.api.model_server import TRANSFER_PORTS
-from extproc.api.usage import LEFT_SUFFIX
-from extproc.request.prefill import PROTOCOLS
+from extproc.api.usage_log import LEFT_SUFFIX
+from extproc.request.prefill_protocols import PROTOCOLS
 from tests.bench.engine.test_kv_exchange import Engine, Pair, running
 from tests.certificates import Authority
 from tests.waiting import eventually

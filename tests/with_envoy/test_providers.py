@@ -24,7 +24,7 @@ from aiohttp import web
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import FileReady, envoy_command
 from controller.usage.rows import UsageRow, parse_usage_line
-from extproc.protocol import REQUEST_ID
+from extproc.wire_protocol import REQUEST_ID
 from tests.certificates import Authority
 from tests.waiting import eventually
 from tests.with_envoy.test_fallback import document, route

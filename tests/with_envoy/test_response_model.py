@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from bench.stack.stack import MODEL
-from extproc.protocol import COST_MICROS
+from extproc.wire_protocol import COST_MICROS
 from tests.examples import IS_SLOW
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on

@@ -19,8 +19,8 @@ from bench.stack.stack import envoy_command
 from controller.bundle.acknowledgements import Acknowledgements
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
 from controller.bundle.envoy_admin import read_envoy_state, why_not_ready
-from extproc.api.load import load_directory
-from extproc.protocol import CHAT_PATH, MODELS_PATH
+from extproc.api.config_loader import load_directory
+from extproc.wire_protocol import CHAT_PATH, MODELS_PATH
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from controller.bundle.envoy.usage_filters import MOST_HELD_BYTES
 from controller.bundle.sync import write_bundle_once
-from extproc.protocol import USAGE_NAMESPACE
+from extproc.wire_protocol import USAGE_NAMESPACE
 from tests.examples import IS_SLOW
 from tests.waiting import eventually
 from tests.with_envoy import stand_in

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from bench.stack.processes import Processes, free_ports
 from controller.bundle.sync import write_bundle_once
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from tests.otlp import Collector, Span, collector
 from tests.programs import not_tested
 from tests.waiting import eventually

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from extproc.api.usage import UsageContext, UsageCounts, UsageLine
+from extproc.api.usage_log import UsageContext, UsageCounts, UsageLine
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on
 

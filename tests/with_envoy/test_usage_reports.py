@@ -17,7 +17,7 @@ from controller.usage.log_follower import LogPosition
 from controller.usage.rows import parse_usage_line
 from controller.usage.server import ReportsDatabase, UsageReportsApi
 from controller.usage.store import SqlStore, open_engine
-from extproc.browsers import protect
+from extproc.browser_security import add_browser_protection
 from tests.usage_lines import NOON_S, context, line, text
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def stored(folder: Path) -> SqlStore:
 @asynccontextmanager
 async def serving(reports: UsageReportsApi, port: int) -> AsyncIterator[None]:
     app = reports.app()
-    protect(app, "127.0.0.1", is_behind_envoy=True)
+    add_browser_protection(app, "127.0.0.1", is_behind_envoy=True)
     runner = web.AppRunner(app)
     await runner.setup()
     try:

@@ -17,7 +17,7 @@ from bench.stack.stack import ALIAS, EngineFlags, documents, running_stack
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.generators import Conversations, conversations
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,9 +17,9 @@ from aiohttp import web
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, ROOT, documents, envoy_command
 from controller.bundle.sync import write_bundle_once
-from extproc.api.load import load_snapshot
-from extproc.api.matches import MAX_PROGRAM_SIZE
-from extproc.routing.resolve import compile_match
+from extproc.api.config_loader import load_snapshot
+from extproc.api.match_patterns import MAX_PROGRAM_SIZE
+from extproc.routing.routing_table import compile_match
 from tests.waiting import until_served
 
 if TYPE_CHECKING:

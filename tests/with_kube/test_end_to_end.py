@@ -36,7 +36,7 @@ from controller.kube.resources import (
     NODES,
     Resource,
 )
-from extproc.llmd.files import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPlugins
 from tests.gateway_objects import gateway_class
 from tests.kube_objects import Object, picker_config, resource, route, server
 from tests.waiting import eventually

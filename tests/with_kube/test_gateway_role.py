@@ -34,8 +34,8 @@ from controller.kube.resources import (
     PODS,
     Resource,
 )
+from extproc.api.config_loader import load_directory
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_directory
 from extproc.api.status_pages import REPORT_PATH, ConfigReport
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually

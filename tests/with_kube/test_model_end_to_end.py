@@ -40,7 +40,7 @@ from controller.kube.resources import (
 )
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
-from extproc.llmd.files import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPlugins
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_kinds, managing

@@ -15,7 +15,7 @@ from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.picker_runner import CONTROLLER, PickerRunner, PickerSettings
 from controller.kube.client import connect
 from controller.kube.resources import CRDS, EVENTS, INFERENCE_POOLS
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from tests.controller.gateway.compile.test_picker_mode import PICKER
 from tests.waiting import eventually
 from tests.with_kube.pods import make_pod

@@ -16,7 +16,7 @@ from controller.kube.client import connect
 from controller.kube.resources import MODEL_SERVERS, NODES
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
-from extproc.scheduling.pickers import NO_PREFILL
+from extproc.scheduling.builtin_pickers import NO_PREFILL
 from tests.waiting import eventually
 from tests.with_kube.kubes import Kube, make_namespace
 from tests.with_kube.managing import define_kinds, managing, model_infer

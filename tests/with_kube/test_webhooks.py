@@ -32,7 +32,7 @@ from controller.kube.resources import (
 from controller.manager.runner import CONTROLLER
 from controller.webhooks.certificates import WEBHOOK_CONFIGURATIONS, Lifetimes, RotationSettings, utc_now
 from controller.webhooks.server import WebhookServer, WebhookSettings
-from extproc.llmd.files import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPlugins
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL

@@ -33,7 +33,7 @@ from controller.kube.resources import (
 )
 from controller.models.model_infer import names
 from extproc.api.status_pages import LOADS_LABEL, LOADS_PATH
-from extproc.llmd.files import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPlugins
 from tests.kube_objects import resource, route
 from tests.waiting import eventually
 from tests.with_kube.managing import IMPATIENT, Managing, model_infer, role

@@ -21,7 +21,7 @@ from controller.usage.queries import BadQuery, Query, parse_query, run_query
 from controller.usage.rollups import SUMS, row_sums
 from controller.usage.rows import UsageRow, parse_usage_line
 from controller.usage.store import SCHEMA, SqlStore, StoreError, next_retention_horizon, open_engine, requests
-from extproc.api.usage import OTHERS, UNROUTED
+from extproc.api.usage_log import OTHERS, UNROUTED
 from tests.usage_lines import NOON_S, context, line, text
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import BucketLevel, Limit
-from extproc.admission.limits import BudgetPart, Charge, Grant, StoreAway, Usage
+from extproc.admission.limits import BudgetPart, Charge, Grant, StoreUnavailable, Usage
 from extproc.admission.local_limits import LocalLimits
-from extproc.core.accounts import Accounts
 from extproc.core.effects import Overdraft
+from extproc.core.limit_accounting import LimitAccounting
 from extproc.errors import BudgetSpent
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.registry import Metrics
@@ -52,7 +52,7 @@ async def limits(redis: Redis) -> AsyncIterator[list[RedisLimits]]:
 async def ask(limits: RedisLimits, one: Charge) -> Grant | Refusal:
     """As soon as Redis answers, which on a busy machine may be later than its clients wait."""
     async with asyncio.timeout(120):
-        while isinstance(found := await limits.reserve([one]), StoreAway):  # noqa: ASYNC110 - Redis comes back by itself
+        while isinstance(found := await limits.reserve([one]), StoreUnavailable):  # noqa: ASYNC110 - Redis comes back by itself
             await asyncio.sleep(0.05)
     return found
 
@@ -129,20 +129,20 @@ async def test_a_lost_redis_begins_with_what_is_known_and_with_rows(limits: list
     await limits[0]._redis.flushall()
     assert await level(limits[0], charge(0.0)) == 70.0
     rows = charge(0.0, key="$budget/rows")
-    limits[0].lower([BucketLevel(rows.key, rows.limit, 25.0)])
+    limits[0].cap_budgets([BucketLevel(rows.key, rows.limit, 25.0)])
     assert await level(limits[0], rows) == 25.0
 
 
 async def test_rows_lower_a_bucket_that_is_there_and_never_raise_it(limits: list[RedisLimits]) -> None:
     running = await ask(limits[0], charge(30.0))
     assert isinstance(running, Grant)
-    limits[1].lower([BucketLevel("$budget/k", running.charges[0].limit, 20.0)])
+    limits[1].cap_budgets([BucketLevel("$budget/k", running.charges[0].limit, 20.0)])
 
     async def is_lowered() -> bool:
         return await level(limits[2], charge(0.0)) == 20.0
 
     await eventually(is_lowered)
-    limits[1].lower([BucketLevel("$budget/k", running.charges[0].limit, 60.0)])
+    limits[1].cap_budgets([BucketLevel("$budget/k", running.charges[0].limit, 60.0)])
     await eventually(lambda: not limits[1]._levels)
     assert await is_lowered()
     # what was reserved and not used comes back
@@ -166,7 +166,7 @@ async def test_a_bucket_that_redis_has_lost_is_told_to_whoever_asks_first(limits
     assert await level(limits[2], charge(0.0)) == 100.0
     assert told == [0, 2]
     # the rows that it asks for then
-    limits[2].lower([BucketLevel("$budget/k", charge(0.0).limit, 10.0)])
+    limits[2].cap_budgets([BucketLevel("$budget/k", charge(0.0).limit, 10.0)])
 
     async def is_lowered() -> bool:
         return await level(limits[3], charge(0.0)) == 10.0
@@ -177,9 +177,9 @@ async def test_a_bucket_that_redis_has_lost_is_told_to_whoever_asks_first(limits
 async def test_levels_of_rows_wait_for_a_redis_that_is_away(limits: list[RedisLimits], redis: Redis) -> None:
     await ask(limits[0], charge(30.0))
     redis.stop()
-    limits[1].lower([BucketLevel("$budget/k", charge(0.0).limit, 20.0)])
+    limits[1].cap_budgets([BucketLevel("$budget/k", charge(0.0).limit, 20.0)])
     away = await limits[1].reserve([charge(1.0)])
-    assert isinstance(away, StoreAway)
+    assert isinstance(away, StoreUnavailable)
     assert away.most_left == [20.0]
     redis.start()
 
@@ -195,16 +195,16 @@ async def test_what_was_granted_without_redis_is_not_left_when_the_part_grows(
     await ask(limits[0], charge(900.0, most=1000.0))
     redis.stop()
     peers = 2
-    accounts = Accounts(LocalLimits(), machine=None, peers=lambda: peers)
+    accounts = LimitAccounting(LocalLimits(), machine=None, peers=lambda: peers)
     granted = 0
     for most in (33, 200):
         for _ in range(most):
             one = charge(1.0, most=1000.0)
             away = await limits[0].reserve([one])
-            assert isinstance(away, StoreAway)
+            assert isinstance(away, StoreUnavailable)
             out: list[Effect] = []
             try:
-                accounts.reserve_alone([one], away.most_left, 0.0, out)
+                accounts.reserve_without_store([one], away.most_left, 0.0, out)
             except BudgetSpent:
                 break
             granted += 1
@@ -219,5 +219,5 @@ async def test_without_redis_no_more_is_left_than_was_known(limits: list[RedisLi
     await ask(limits[0], charge(90.0))
     redis.stop()
     away = await limits[0].reserve([charge(20.0)])
-    assert isinstance(away, StoreAway)
+    assert isinstance(away, StoreUnavailable)
     assert away.most_left == [10.0]

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.admission.limits import BudgetPart, Charge, Grant, StoreAway, Usage
+from extproc.admission.limits import BudgetPart, Charge, Grant, StoreUnavailable, Usage
 from extproc.feeds import redis_limits
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.registry import Metrics
@@ -73,7 +73,7 @@ class Machines:
         for _ in range(int(SILENCE_S) + 3):
             await self.passes(1.0)
             for one in living:
-                await one.beat()
+                await one.heartbeat()
 
     async def left(self, key: str = "$budget/k") -> float:
         """As a process finds it that asks for nothing."""
@@ -84,7 +84,7 @@ class Machines:
 async def ask(limits: RedisLimits, *charges: Charge) -> Grant | Refusal:
     """As soon as Redis answers, which on a busy machine may be later than its clients wait."""
     async with asyncio.timeout(120):
-        while isinstance(found := await limits.reserve(charges), StoreAway):
+        while isinstance(found := await limits.reserve(charges), StoreUnavailable):
             await asyncio.sleep(0.05)
             limits._retry_at_s = 0.0
     return found
@@ -180,7 +180,7 @@ async def test_an_outage_takes_nobody_for_dead(machines: Machines) -> None:
     await machines.passes(600.0)
     await reserve(other, charge(200.0))
     await machines.passes(1.0)
-    await one.beat()
+    await one.heartbeat()
     await machines.silent(one, other)
     assert await machines.left() == MOST - 300.0
     # nor does a clock that is set

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from extproc.admission.buckets import Limit, Statement
-from extproc.admission.limits import Charge, Grant, StoreAway, Usage
+from extproc.admission.buckets import BucketReport, Limit
+from extproc.admission.limits import Charge, Grant, StoreUnavailable, Usage
 from extproc.errors import RateLimited
 from extproc.feeds.redis_limits import RedisLimits, _read_answer, _settled, _Settlement
 from extproc.metrics.registry import Metrics
@@ -50,7 +50,7 @@ async def limits(redis: Redis) -> AsyncIterator[list[RedisLimits]]:
 async def ask(limits: RedisLimits, *charges: Charge) -> Grant | RateLimited:
     """As soon as Redis answers, which on a busy machine may be later than its clients wait."""
     async with asyncio.timeout(120):
-        while isinstance(found := await limits.reserve(charges), StoreAway):  # noqa: ASYNC110 - Redis comes back by itself
+        while isinstance(found := await limits.reserve(charges), StoreUnavailable):  # noqa: ASYNC110 - Redis comes back by itself
             await asyncio.sleep(0.05)
     return found
 
@@ -165,11 +165,11 @@ async def test_a_redis_that_begins_anew_is_told_how_full_its_buckets_were(
     await reserve(limits[0], charge(70))
     redis.stop()
     away = await limits[0].reserve([charge(1)])
-    assert isinstance(away, StoreAway)
+    assert isinstance(away, StoreUnavailable)
     assert away.most_left == pytest.approx([30.0], abs=0.01)
     # and nobody waits for it again so soon
     began_s = CLOCK()
-    assert isinstance(await limits[0].reserve([charge(1)]), StoreAway)
+    assert isinstance(await limits[0].reserve([charge(1)]), StoreUnavailable)
     assert CLOCK() - began_s < 0.1
     # what is granted meanwhile is charged afterwards
     limits[0].record_overdraft(charge(0), 20.0)
@@ -187,7 +187,7 @@ async def test_debts_are_paid_though_nobody_asks(redis: Redis, limits: list[Redi
     limits[0].record_overdraft(charge(0), 30.0)
     await until(limits[1], charge(0), 60)
     redis.stop()
-    assert isinstance(await limits[0].reserve([charge(1)]), StoreAway)
+    assert isinstance(await limits[0].reserve([charge(1)]), StoreUnavailable)
     limits[0].record_overdraft(charge(0), 100.0)
     limits[0].record_overdraft(charge(0, key="other"), 40.0)
     redis.start()
@@ -213,7 +213,7 @@ async def test_what_went_beyond_while_redis_was_away_is_charged(redis: Redis, li
 async def test_a_redis_that_hangs_is_charged_once_it_goes_on(redis: Redis, limits: list[RedisLimits]) -> None:
     await reserve(limits[0], charge(10))
     redis.hang()
-    assert isinstance(await limits[0].reserve([charge(20)]), StoreAway)
+    assert isinstance(await limits[0].reserve([charge(20)]), StoreUnavailable)
     limits[0].record_overdraft(charge(0), 50.0)
     redis.go_on()
 
@@ -355,7 +355,7 @@ async def test_the_scripts_and_their_model_agree(limits: list[RedisLimits]) -> N
         owed, uncovered = told + rng.choice([0.0, 0.0, 5.0]), rng.choice([0.0, 3.0, math.inf])
         # of no answer, of an earlier life of the bucket, or of this one
         seen_at_s = rng.choice([0.0, 0.0, 1e-9, 1e12])
-        stated = Statement(rng.uniform(20, 100), owed, told, uncovered, seen_at_s)
+        stated = BucketReport(rng.uniform(20, 100), owed, told, uncovered, seen_at_s)
         if rng.random() < 0.05:
             await one._redis.flushall()
             store.forget()

@@ -9,10 +9,10 @@ import random
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect
-from extproc.core.record import Head
+from extproc.core.request_record import RequestHead
 from extproc.metrics.registry import Metrics
 from extproc.replication.buses import LocalBus, RedisBus
 from extproc.replication.peers import Bus, Peers
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.redis_server import Redis
 
-HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+HEAD = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
 
 
 class Process:
@@ -55,7 +55,7 @@ class Process:
 
     def send(self, text: str) -> Decision:
         body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": text}]}).encode()
-        decision, effects = self.core.arrive(self.core.builder.by_model(HEAD, body), self.clock())
+        decision, effects = self.core.arrive(self.core.builder.build_by_model(HEAD, body), self.clock())
         assert isinstance(decision, Decision)
         self.perform(effects)
         return decision

@@ -13,10 +13,10 @@ import httpx
 import openai
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.core.record import Head
-from extproc.feeds.tokens import LocalTokenizer
+from extproc.core.request_record import RequestHead
+from extproc.feeds.tokenizers import LocalTokenizer
 from tests.waiting import eventually
 from tests.with_vllm.conftest import BLOCK, Engines, gateway
 from tests.with_vllm.model import NAME
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
     from tests.decision_log import LoggedOutcome
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -180,4 +180,4 @@ metadata: {{name: tiny}}
 spec: {{modelName: {NAME}, rules: [{{targetModels: [{{modelServerName: tiny}}]}}]}}
 """
     core = Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
-    return core.builder.by_model(Head("POST", "/v1/chat/completions", {}, has_body=True), body)
+    return core.builder.build_by_model(RequestHead("POST", "/v1/chat/completions", {}, has_body=True), body)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import inspect
 
 from controller.commands.epp_flags import FLAGS
-from extproc.llmd.notes import without_effect
-from extproc.llmd.types import ACCEPTED, ACCEPTED_PARAMETERS, BUILT_IN, NOT_BUILT, AcceptedType
+from extproc.llmd.compatibility_notes import ineffective_parameters
+from extproc.llmd.plugin_types import ACCEPTED, ACCEPTED_PARAMETERS, BUILT_IN, NOT_BUILT, AcceptedType
 from tools.reference.kinds import MARK
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _verdict(name: str, parameter: str) -> str:
         return f"not built; in its place, {NOT_BUILT[name]}"
     if plugin.kind == "accepted" and is_taken(name, parameter):
         return f"without effect; in its place, {ACCEPTED[name]}"
-    reasons = without_effect(plugin.cls)
+    reasons = ineffective_parameters(plugin.cls)
     if parameter in reasons:
         return f"without effect: {reasons[parameter]}"
     return "taken" if is_taken(name, parameter) else _REFUSED
@@ -281,7 +281,7 @@ def _verdict(name: str, parameter: str) -> str:
 def is_taken(name: str, parameter: str) -> bool:
     """Whether a plugin of this type, which is built, can have the parameter, with or without effect."""
     plugin = BUILT_IN[name]
-    if not parameter or plugin.cls is AcceptedType or parameter in without_effect(plugin.cls):
+    if not parameter or plugin.cls is AcceptedType or parameter in ineffective_parameters(plugin.cls):
         return True
     kind = inspect.type_info(plugin.cls)
     assert isinstance(kind, inspect.StructType)  # noqa: S101 - a plugin is a struct

@@ -12,9 +12,9 @@ from attache.commands import GROUPS
 from controller.api.crds import field_docs
 from controller.api.crds.field_docs import wrap_paragraphs
 from controller.models.runtimes.presets import built_in_presets
-from extproc.llmd.notes import without_effect
-from extproc.llmd.types import ACCEPTED, BUILT_IN, NOT_BUILT
-from extproc.protocol import BODY_APIS, MODELS_PATH, Api, ApiSpec
+from extproc.llmd.compatibility_notes import ineffective_parameters
+from extproc.llmd.plugin_types import ACCEPTED, BUILT_IN, NOT_BUILT
+from extproc.wire_protocol import BODY_APIS, MODELS_PATH, Api, ApiSpec
 from tools.reference import kinds, llm_d, translation
 from tools.reference.kinds import MARK, field_table, structs_in
 
@@ -243,7 +243,7 @@ def _plugin(cls: type, names: list[str]) -> list[str]:
 
 
 def _without_effect(cls: type) -> list[str]:
-    reasons = without_effect(cls)
+    reasons = ineffective_parameters(cls)
     if not reasons:
         return []
     rows = [f"| `{name}` | {reason} |" for name, reason in reasons.items()]

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from extproc.translate import messages, responses
+from extproc.translate import anthropic_messages, openai_responses
 from tools.reference.kinds import MARK
 
 if TYPE_CHECKING:
-    from extproc.translate.forms import Field, Fields
+    from extproc.translate.json_fields import FieldRule, Fields
 
 _HEAD: Final = """\
 # Fields of translated requests
@@ -20,10 +20,10 @@ What becomes of a request's top-level fields where the engine has another API th
 tables. A field that is in no table is dropped, and so are other values than those that a table names.
 """
 _TABLES: Final[tuple[tuple[str, Fields], ...]] = (
-    ("From messages to chat", messages.TO_CHAT),
-    ("From chat to messages", messages.FROM_CHAT),
-    ("From responses to chat", responses.TO_CHAT),
-    ("From chat to responses", responses.FROM_CHAT),
+    ("From messages to chat", anthropic_messages.TO_CHAT),
+    ("From chat to messages", anthropic_messages.FROM_CHAT),
+    ("From responses to chat", openai_responses.TO_CHAT),
+    ("From chat to responses", openai_responses.FROM_CHAT),
 )
 
 
@@ -37,7 +37,7 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def _becomes(field: Field) -> str:
+def _becomes(field: FieldRule) -> str:
     neutral = " or ".join(f"`{json.dumps(one)}`" for one in field.neutral if one is not None and type(one) is not float)
     unless = f" unless it is {neutral}" if neutral else ""
     if field.refused:

@@ -32,16 +32,16 @@ from bench.lab.policies.trackers import (
     PrefixMemoryRule,
 )
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.llmd.files import picker_from_text
-from extproc.llmd.types import installed_plugins
-from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
-from extproc.scheduling.pickers import (
+from extproc.llmd.picker_builder import picker_from_text
+from extproc.llmd.plugin_types import installed_plugins
+from extproc.scheduling.builtin_pickers import (
     PairParameters,
     PrefillDecodePairs,
     PrefixAware,
     PrefixAwareParameters,
     RoundRobin,
 )
+from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

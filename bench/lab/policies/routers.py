@@ -74,7 +74,7 @@ import numpy as np
 from bench.engine.step_time import prefill_s
 from extproc.endpoints.engine_reports import estimated_waiting
 from extproc.scheduling.picker import Pick
-from extproc.scheduling.plugins.latency import LeastLatency
+from extproc.scheduling.plugins.latency import LeastLatencyScorer
 from extproc.scheduling.plugins.load_scorers import LeastRequestScorer
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class KthenaDefault:
         short = among & (estimated_waiting(view.table, view.now_s) < _MOST_WAITING)
         among = short if short.any() else among
         score = np.trunc(100 * LeastRequestScorer().score(view, among))
-        score += np.trunc(100 * LeastLatency().score(view, among))
+        score += np.trunc(100 * LeastLatencyScorer().score(view, among))
         score += np.trunc(100 * _prefix(view))
         return least_cost(view, -score, rng, among)
 

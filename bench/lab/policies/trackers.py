@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.engine.request import Request
 from bench.virtual.observers import REQUEST_KEY, RequestObserver
-from extproc.endpoints.costs import PromptCost
+from extproc.endpoints.learned_speeds import PromptCost
 from extproc.scheduling.picker import Demand, Picker
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class PrefixMemoryPolicy:
         self._remember_ended()
         cached = self._cached(view, request)
         uncached = np.maximum(view.request.input_tokens - cached, 0.0)
-        demand = Demand(cached, self._cost.work(uncached, cached))
+        demand = Demand(cached, self._cost.prefill_work(uncached, cached))
         pick = self._picker.pick(msgspec.structs.replace(view, demand=demand), rng=rng)
         row = pick.rows[0]
         if self._rule.by == "sent":

@@ -28,8 +28,8 @@ from controller.agents.runtime.batching.tensor_merge import (
     split_response,
 )
 from extproc.http_headers import HOP_BY_HOP
+from extproc.http_relay import is_text, relay_session
 from extproc.page_server import PageLimits, PageServer
-from extproc.relay import is_text, relay_session
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -16,17 +16,23 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from extproc.engines.answers import adapters_in, answer_to_load, is_unloaded, message_of, repository_models
+from extproc.engines.engine_responses import (
+    error_message,
+    is_unloaded,
+    parse_adapters,
+    parse_load_response,
+    parse_repository_index,
+)
 from extproc.http_body import read_at_most
-from extproc.protocol import Api
+from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
-    from extproc.engines.answers import LoadAnswer
     from extproc.engines.dialects import Dialect
+    from extproc.engines.engine_responses import AdapterLoadResponse
 
 _WORD: Final = " hello"
 # APIs that serve a model's first request, tried in order, with the ``proof`` of each.
@@ -123,7 +129,7 @@ class EngineResponse(msgspec.Struct, frozen=True):
         """The body; raises EngineFailed if the status is no success."""
         if 200 <= self.status < 300:
             return self.body
-        raise EngineFailed(f"{what}: status {self.status}: {message_of(self.body)}")
+        raise EngineFailed(f"{what}: status {self.status}: {error_message(self.body)}")
 
 
 class EngineClient:
@@ -162,13 +168,13 @@ class EngineClient:
         try:
             if self._dialect.adapters == "repository":
                 answer = await self.post("/v2/repository/index", {}, timeout_s=timeout_s)
-                return repository_models(answer.expect_success("the repository's index"))
+                return parse_repository_index(answer.expect_success("the repository's index"))
             answer = await self.get("/v1/models", timeout_s=timeout_s)
-            return adapters_in(answer.expect_success("the list of models"))
+            return parse_adapters(answer.expect_success("the list of models"))
         except ValueError as error:
             raise EngineFailed(str(error)) from error
 
-    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> LoadAnswer:
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> AdapterLoadResponse:
         """Raises EngineFailed if it does not answer."""
         is_model = self._dialect.adapters == "repository"
         if is_model:
@@ -176,7 +182,7 @@ class EngineClient:
         else:
             body = {"lora_name": name, "lora_path": path}
             answer = await self.post(self._dialect.load_path, body, timeout_s=timeout_s)
-        return answer_to_load(answer.status, answer.body, is_model=is_model)
+        return parse_load_response(answer.status, answer.body, is_model=is_model)
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
         """Raises EngineFailed if the engine still holds it."""
@@ -185,7 +191,7 @@ class EngineClient:
         else:
             answer = await self.post(self._dialect.unload_path, {"lora_name": name}, timeout_s=timeout_s)
         if not is_unloaded(answer.status, answer.body):
-            raise EngineFailed(f"status {answer.status}: {message_of(answer.body)}")
+            raise EngineFailed(f"status {answer.status}: {error_message(answer.body)}")
 
     async def _ask(
         self, method: str, path: str, body: bytes | aiohttp.FormData | None, timeout_s: float

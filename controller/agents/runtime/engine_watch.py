@@ -30,9 +30,9 @@ from controller.agents.runtime.health import (
     why_not_ready,
 )
 from controller.agents.runtime.metrics import read_page
-from extproc.engines.answers import base_model
-from extproc.engines.pages import PageRefused
-from extproc.protocol import READY_PATH
+from extproc.engines.engine_responses import parse_base_model
+from extproc.engines.prometheus_text import MetricsPageRefused
+from extproc.wire_protocol import READY_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from controller.agents.runtime.engine_client import EngineClient, ModelRequest
     from controller.agents.runtime.metrics import Counters, EngineMetricsPage
     from controller.agents.runtime.settings import AgentSettings
-    from extproc.protocol import Api
+    from extproc.wire_protocol import Api
 
 _METRICS_TIMEOUT_S: Final = 5.0
 
@@ -131,7 +131,7 @@ class EngineWatch:
             self._page = read_page(answer.expect_success("metrics"), self._settings.dialect, unix_s=self._unix_clock())
         except EngineUnreachable:
             self._page, self._is_gone = None, True
-        except (EngineFailed, PageRefused):
+        except (EngineFailed, MetricsPageRefused):
             self._page = None
 
     async def _probe(self) -> None:
@@ -168,7 +168,7 @@ class EngineWatch:
         if not self._settings.model:
             listed = await self._client.get("/v1/models", timeout_s=timeout_s)
             try:
-                self._model = base_model(listed.expect_success("the list of models"))
+                self._model = parse_base_model(listed.expect_success("the list of models"))
             except ValueError as error:
                 raise EngineFailed(str(error)) from error
         why = ""

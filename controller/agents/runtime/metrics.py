@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.engines.dialects import FAMILIES, MetricName
-from extproc.engines.pages import labels_of, lines_of, value_of
+from extproc.engines.prometheus_text import metric_lines, sample_labels, sample_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -147,8 +147,8 @@ def read_page(page: bytes, dialect: Dialect, *, unix_s: float) -> EngineMetricsP
 
 
 def _samples(page: bytes, source: MetricName, suffix: str = "") -> list[_Sample]:
-    lines = lines_of(page, f"{source.name}{suffix}".encode(), most=_MOST_SERIES)
-    found = [_Sample(labels_of(line), value) for line in lines if (value := value_of(line)) is not None]
+    lines = metric_lines(page, f"{source.name}{suffix}".encode(), most=_MOST_SERIES)
+    found = [_Sample(sample_labels(line), value) for line in lines if (value := sample_value(line)) is not None]
     if source.where is None:
         return found
     label, wanted = source.where

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from controller.agents.runtime.adapter_loader import LoadRefused
 from controller.agents.runtime.metrics import CONTENT_TYPE
-from extproc.browsers import is_of_other_site, protect
+from extproc.browser_security import add_browser_protection, is_cross_site
 from extproc.page_server import PageServer
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class AgentServer:
         return _page(self._agent.watch.why_not_ready() if is_starting else "")
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
-        if is_of_other_site(request):
+        if is_cross_site(request):
             return _error(403, "a link does not drain an engine")
         await self._agent.drainer.start_drain()
         drain = await self._agent.drainer.wait_until_drained()
@@ -218,7 +218,7 @@ class AgentServer:
 async def serve_agent(server: AgentServer, host: str, port: int) -> AsyncIterator[None]:
     """Listens inside the context, and ends with the answers under way; raises OSError if the port is taken."""
     app = server.application()
-    protect(app, host)
+    add_browser_protection(app, host)
     runner = PageServer(app, end_s=_END_S)
     await runner.setup()
     try:

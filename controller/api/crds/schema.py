@@ -16,7 +16,7 @@ from msgspec import inspect
 
 from controller.api.common import LayeredSpec
 from controller.api.crds import field_docs
-from extproc.api.advice import NO_DURATION
+from extproc.api.error_hints import NO_DURATION
 from extproc.api.quantities import ByteSize, Duration, Money
 
 if TYPE_CHECKING:

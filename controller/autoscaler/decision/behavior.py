@@ -50,7 +50,7 @@ from cronsim import CronSim, CronSimError
 
 from controller.api.autoscaling import ScalingRule
 from controller.autoscaler.decision.decision import AppliedRule
-from extproc.api.calendars import zone_of
+from extproc.api.calendars import parse_time_zone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -266,7 +266,7 @@ def scheduled_bounds(schedules: Sequence[Schedule], now_s: float) -> ReplicaBoun
     until_s = math.inf
     for schedule in schedules:
         try:
-            began_s, next_s = _neighbours(schedule.start, zone_of(schedule.time_zone), now_s)
+            began_s, next_s = _neighbours(schedule.start, parse_time_zone(schedule.time_zone), now_s)
         except (CronSimError, ValueError):
             continue
         until_s = min(until_s, next_s)

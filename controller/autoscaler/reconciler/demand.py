@@ -14,7 +14,7 @@ from controller.autoscaler.decision.signals import Signals
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Freshness
 from controller.autoscaler.decision.traffic import Traffic
 from controller.kube.gateway_reports import DemandFeed
-from extproc.api.status_pages import EngineDemand, ServerDemand, is_news_at
+from extproc.api.status_pages import EngineDemand, ServerDemand, next_notify_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -180,7 +180,7 @@ def _jump(before: tuple[int, int], server: ServerDemand) -> tuple[bool, tuple[in
     at_zero, unfinished = server.at_zero, server.queued + sum(one.in_flight for one in server.engines.values())
     if (at_zero, unfinished) == (0, 0):
         return False, (0, 0)
-    is_more = unfinished >= is_news_at(before[1])
+    is_more = unfinished >= next_notify_count(before[1])
     return at_zero > before[0] or is_more, (at_zero, unfinished if is_more else min(unfinished, before[1]))
 
 

@@ -31,7 +31,7 @@ from controller.kube.cluster_access import ClusterAccess
 from controller.kube.errors import AccessInvalid, ClusterError, Forbidden, NotFound
 from controller.kube.resources import SECRETS
 from extproc.api.addresses import is_guarded
-from extproc.engines.pages import PageRefused, lines_of, number_of
+from extproc.engines.prometheus_text import MetricsPageRefused, metric_lines, sample_number
 from extproc.http_body import read_at_most
 
 if TYPE_CHECKING:
@@ -407,8 +407,8 @@ def page_values(page: bytes, names: Iterable[str]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name in names:
-        with contextlib.suppress(PageRefused):
-            numbers = [number_of(line) for line in lines_of(page, name.encode(), most=_MOST_LINES)]
+        with contextlib.suppress(MetricsPageRefused):
+            numbers = [sample_number(line) for line in metric_lines(page, name.encode(), most=_MOST_LINES)]
             if numbers and all(map(math.isfinite, numbers)):
                 found[name] = max(numbers) if name.endswith(_SHARES) else sum(numbers)
     return found

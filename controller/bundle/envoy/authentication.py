@@ -79,8 +79,8 @@ from controller.bundle.envoy.envoy_json import (
     typed_extension,
 )
 from controller.bundle.envoy.lua import lua
-from extproc.api.advice import is_ip
-from extproc.protocol import CLIENT, REPORTS, TENANT, TOKENS_NAMESPACE, USER, truncate_name
+from extproc.api.error_hints import is_ip
+from extproc.wire_protocol import CLIENT, REPORTS, TENANT, TOKENS_NAMESPACE, USER, truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

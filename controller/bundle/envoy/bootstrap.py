@@ -35,7 +35,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import PackedMessage, duration, envoy_address
-from extproc.api.matches import MAX_PROGRAM_SIZE
+from extproc.api.match_patterns import MAX_PROGRAM_SIZE
 
 if TYPE_CHECKING:
     from extproc.api.gateway_config import GatewayConfigSpec

@@ -54,7 +54,7 @@ from extproc.api.make_before_break import with_servers
 from extproc.api.model_server import RETURNED
 from extproc.api.snapshot import failure_mode_of
 from extproc.api.spec import Metadata
-from extproc.protocol import MIRROR_CLUSTER, MIRROR_SOCKET
+from extproc.wire_protocol import MIRROR_CLUSTER, MIRROR_SOCKET
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -66,8 +66,8 @@ from controller.bundle.envoy.providers import provider_filter, request_signing_f
 from controller.bundle.envoy.response_filters import reserved_header_filter
 from controller.bundle.envoy.secrets import EngineKey, engine_socket, secret_reference, upstream_credentials
 from extproc.api.addresses import parse_address, parse_target, worker_addresses
-from extproc.api.connection import EngineConnection
-from extproc.protocol import (
+from extproc.api.engine_connection import EngineConnection
+from extproc.wire_protocol import (
     BACKEND_CLUSTER,
     DESTINATION,
     EXTPROC_CLUSTER,
@@ -391,7 +391,7 @@ def _upstream_filters(
         found.append(http_filter("envoy.filters.http.credential_injector", injector))
     if provider is not None:
         found += [provider_filter(server, provider), trailer_removal_filter()]
-        if provider.signs:
+        if provider.signs_requests:
             found.append(request_signing_filter(provider, credentials, directory))
     elif server.spec.path_prefix:
         found.append(path_prefix_filter(server.spec.path_prefix))

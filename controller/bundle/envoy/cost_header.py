@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from controller.bundle.envoy.lua import lua
-from extproc.protocol import (
+from extproc.wire_protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     COST_CURRENCY,

@@ -34,8 +34,8 @@ from envoy_data_plane.google.protobuf import Struct, Value
 from controller.bundle.envoy.envoy_json import duration, http_filter, to_plain
 from controller.bundle.envoy.lua import lua, lua_bool, lua_text
 from controller.bundle.envoy.response_filters import redirect_status_matcher
-from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, classes_of
-from extproc.protocol import (
+from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, retried_failures
+from extproc.wire_protocol import (
     CLAMPS,
     DEGRADED,
     DEGRADED_SERVERS,
@@ -287,7 +287,7 @@ def fallback_servers(snapshot: Snapshot) -> Mapping[str, FallbackServer]:
     longest = min(_LONGEST_ERROR_BYTES, int(snapshot.gateway.max_body_size))
     for route in snapshot.routes:
         for rule in route.spec.rules:
-            most_read = 0 if classes_of(rule.fallback).isdisjoint(REFUSALS) else longest
+            most_read = 0 if retried_failures(rule.fallback).isdisjoint(REFUSALS) else longest
             for target in rule.target_models if rule.fallback else ():
                 key = route.server_key(target)
                 found[key] = found.get(key, FallbackServer()).add_error_limit(most_read)
@@ -401,12 +401,12 @@ def fallback_retry_policy(
     policy: RetryPolicy, fallbacks: Sequence[Fallback], retry: FallbackRetry, attempts: int
 ) -> RetryPolicy:
     """``policy`` for so many attempts in all, in the clusters of a list, after failures of the fallbacks' classes."""
-    classes = [one for one in CONDITIONS if one in classes_of(fallbacks)]
+    classes = [one for one in CONDITIONS if one in retried_failures(fallbacks)]
     statuses = [status for one in classes for status in STATUSES[one]]
     conditions = dict.fromkeys(condition for one in classes for condition in CONDITIONS[one])
     policy.retry_on = ",".join([*conditions, *(["retriable-status-codes"] if statuses else [])])
     policy.retriable_headers = [redirect_status_matcher()] if "server-error" in classes else []
-    if not classes_of(fallbacks).isdisjoint(REFUSALS):
+    if not retried_failures(fallbacks).isdisjoint(REFUSALS):
         policy.retriable_headers.append(HeaderMatcher(name=REFUSED_FOR, present_match=True))
     policy.retriable_status_codes = sorted(statuses)
     policy.num_retries = attempts - 1

@@ -59,10 +59,10 @@ from controller.bundle.envoy.model_routes import configure_grpc, engine_retry_po
 from controller.bundle.envoy.virtual_hosts import match_conditions, path_prefix
 from extproc.api.grpc_route import GRPCRoute, effective_matches
 from extproc.api.http_route import Backend
-from extproc.api.matches import ANY_HOST
+from extproc.api.match_patterns import ANY_HOST
 from extproc.api.model_server import ModelServer
 from extproc.api.references import backend_key
-from extproc.protocol import (
+from extproc.wire_protocol import (
     GRPC_PROTOCOLS,
     HTTP_ROUTE_KEY,
     LISTENER_KEY,

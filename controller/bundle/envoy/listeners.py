@@ -58,7 +58,7 @@ from controller.bundle.envoy.usage_log import usage_access_log
 from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.gateway_config import Listener, ListenerTls
 from extproc.api.spec import STEPS_LISTENER
-from extproc.protocol import (
+from extproc.wire_protocol import (
     ACCESS_LOG_NAME,
     CALLER_CLIENT,
     CALLER_REPORTS,

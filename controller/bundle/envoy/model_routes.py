@@ -48,9 +48,9 @@ from controller.bundle.envoy.local_replies import anthropic_error_answer, error_
 from controller.bundle.envoy.mirror import has_mirror, mirrored_routes
 from controller.bundle.envoy.response_filters import redirect_status_matcher
 from controller.bundle.envoy.translation import is_translated, translator_route
-from extproc.api.fallback import REFUSALS, attempts_name, classes_of
+from extproc.api.fallback import REFUSALS, attempts_route_name, retried_failures
 from extproc.api.model_server import TrafficPolicy
-from extproc.protocol import (
+from extproc.wire_protocol import (
     APIS_BY_PATH,
     CALL_ROOTS,
     GRPC_PROTOCOLS,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
     from extproc.api.model_server import ModelServer
     from extproc.api.snapshot import Snapshot
-    from extproc.protocol import ModelPaths
+    from extproc.wire_protocol import ModelPaths
 
 # A route or another resource of xDS as plain data; per-route configuration of filters, by their names.
 Plain = dict[str, object]
@@ -117,9 +117,9 @@ def _with_fallbacks(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, objec
     found: dict[str, tuple[ModelServer, RouteRule]] = {}
     for route in snapshot.routes:
         for rule in route.spec.rules:
-            for one in rule.servers if rule.fallback else ():
+            for one in rule.all_targets if rule.fallback else ():
                 server = servers[route.server_key(one)]
-                name = attempts_name(server.spec.traffic_policy, rule.fallback, rule.fallback_retry)
+                name = attempts_route_name(server.spec.traffic_policy, rule.fallback, rule.fallback_retry)
                 found.setdefault(name, (server, rule))
     calls = has_grpc_servers(snapshot)
     return [memo.get(_decided_with_fallbacks, name, *found[name], calls) for name in sorted(found)]
@@ -182,7 +182,7 @@ def routes_without_extproc(
     servers = {server.metadata.key: server for server in snapshot.servers}
     found = [to_plain(_models_list(routes)), *_not_translated(routes, servers)]
     for route in routes:
-        named = [servers[route.server_key(one)] for rule in route.spec.rules for one in rule.servers]
+        named = [servers[route.server_key(one)] for rule in route.spec.rules for one in rule.all_targets]
         found.extend(memo.get(_of_route, route, *named))
     return found
 
@@ -192,7 +192,7 @@ def _not_translated(routes: Sequence[ModelRoute], servers: Mapping[str, ModelSer
     found: dict[tuple[str, ...], list[str]] = {}
     for route in routes:
         specs = [one.spec for one in _servers_of(route, servers)]
-        if any(one.translates for one in specs) and all(one.apis for one in specs):
+        if any(one.accepts_translated for one in specs) and all(one.apis for one in specs):
             served = tuple(sorted({path for one in specs for path in paths_of(one.apis or ())}))
             found.setdefault(served, []).extend(route.spec.names)
     of_anthropic = HeaderMatcher(name=":path", string_match=_path_in(_ANTHROPIC))
@@ -373,7 +373,7 @@ def _falling_back(
     refusals: dict[str, list[str]] = {
         kind: [server_cluster_name(name) for name, one in zip(names, rule.fallback, strict=True) if kind in one.on]
         for kind in REFUSALS
-        if kind in classes_of(rule.fallback)
+        if kind in retried_failures(rule.fallback)
     }
     change = body_change_config(
         set.intersection(*allowed),

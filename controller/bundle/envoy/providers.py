@@ -26,7 +26,7 @@ from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
 from controller.bundle.envoy.path_prefix import PATH_MARKS, PATH_SCRIPT
 from controller.bundle.envoy.response_filters import REPLACING
 from controller.bundle.envoy.secrets import SECRETS_FOLDER
-from extproc.protocol import (
+from extproc.wire_protocol import (
     ANTHROPIC_TYPES,
     ANTHROPIC_VERSION,
     APIS_BY_NAME,
@@ -149,9 +149,9 @@ def provider_filter(server: ModelServer, provider: Provider) -> HttpFilter:
         **PATH_MARKS,
         "@KEYED@": KEYED,
         "@MESSAGES@": Api.MESSAGES.spec.paths[0],
-        "@SIGNS@": lua_bool(value=provider.signs),
+        "@SIGNS@": lua_bool(value=provider.signs_requests),
         "@SIGNATURE@": _SIGNATURE,
-        "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key and not provider.signs),
+        "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key and not provider.signs_requests),
         "@AUTHORIZATION@": _AUTHORIZATION,
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@VERSION@": DEFAULT_ANTHROPIC_VERSION,

@@ -23,7 +23,7 @@ from controller.bundle.envoy.envoy_json import http_filter, typed_extension
 from controller.bundle.envoy.filter_conditions import answer_has, request_has, skip_filter_if
 from controller.bundle.envoy.lua import lua, lua_text
 from extproc.api.session_affinity import session_headers
-from extproc.protocol import SERVED_HOST, SERVED_NAMESPACE, TEXT_ERROR_PATHS
+from extproc.wire_protocol import SERVED_HOST, SERVED_NAMESPACE, TEXT_ERROR_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

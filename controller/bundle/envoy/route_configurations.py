@@ -52,9 +52,9 @@ from controller.bundle.envoy.model_routes import (
 )
 from controller.bundle.envoy.virtual_hosts import is_more_specific, listener_domain, virtual_hosts
 from extproc.api.addresses import parse_address
-from extproc.api.matches import ANY_HOST, covers_domain
+from extproc.api.match_patterns import ANY_HOST, covers_domain
 from extproc.api.session_affinity import session_headers
-from extproc.protocol import (
+from extproc.wire_protocol import (
     BUDGET_HEADERS,
     CALLER_CLIENT,
     CALLER_REPORTS,
@@ -143,7 +143,7 @@ class _ListenerGroup:
         }
 
     def _is_attached(self, route: ModelRoute, listener: Listener) -> bool:
-        return route.serves(listener.name if self._are_named else None)
+        return route.serves_listener(listener.name if self._are_named else None)
 
     def configuration(self) -> dict[str, object]:
         others = self._other_domains()

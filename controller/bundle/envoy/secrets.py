@@ -29,7 +29,7 @@ from controller.bundle.envoy.envoy_json import PackedMessage, resources_file, to
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.api.connection import CertificateFiles, EngineConnection
+    from extproc.api.engine_connection import CertificateFiles, EngineConnection
     from extproc.api.gateway_config import ClientCertificates, Listener, ListenerTls
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.snapshot import Snapshot
@@ -108,7 +108,7 @@ def upstream_credentials(spec: ModelServerSpec) -> EngineKey | AwsCredentials | 
     """What requests are shown to be the gateway's by; None: nothing, or the machine that Envoy runs on."""
     if not spec.connection.has_key:
         return None
-    if spec.provider is not None and spec.provider.signs:
+    if spec.provider is not None and spec.provider.signs_requests:
         return AwsCredentials(spec.connection.api_key_file or "")
     return engine_key(spec.connection)
 

@@ -47,7 +47,7 @@ from controller.bundle.envoy.authentication import server_tls
 from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, load_assignment
 from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain, to_resource, typed_extension
 from extproc.api.addresses import join_host_port, parse_target
-from extproc.protocol import (
+from extproc.wire_protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     CREATED_TOKENS,

@@ -53,7 +53,7 @@ from controller.bundle.envoy.envoy_json import duration, http_filter, to_plain
 from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.lua import lua, lua_text
 from controller.bundle.envoy.response_filters import redirect_refusal_filters
-from extproc.protocol import (
+from extproc.wire_protocol import (
     CUT_MARK,
     DESTINATION,
     ENGINE_ANSWERED,
@@ -121,7 +121,7 @@ end
 
 def is_translated(servers: Iterable[ModelServer]) -> bool:
     """Whether some request is."""
-    return any(one.spec.translates for one in servers)
+    return any(one.spec.accepts_translated for one in servers)
 
 
 def translator_cluster(directory: str) -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from controller.bundle.envoy.extproc_bypass import FALLBACK_NAMESPACE
 from controller.bundle.envoy.lua import fill_marks, lua, lua_bool, lua_set
 from controller.bundle.envoy.response_model import response_model_script
-from extproc.protocol import (
+from extproc.wire_protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     CREATED_TOKENS,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The usage log: Envoy writes a line of JSON to a file at the end of each inference request.
 
-``extproc.api.usage.UsageLine`` describes a line. Envoy writes numbers as numbers, except for the time of arrival, whole
-namespaces of metadata as objects, and escapes all text. A value that it does not have is null.
+``extproc.api.usage_log.UsageLine`` describes a line. Envoy writes numbers as numbers, except for the time of arrival,
+whole namespaces of metadata as objects, and escapes all text. A value that it does not have is null.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from controller.bundle.envoy.envoy_json import PackedMessage, http_filter
 from controller.bundle.envoy.extproc_bypass import FALLBACK_MODEL, FALLBACK_NAMESPACE
 from controller.bundle.envoy.local_replies import log_filter_when
 from controller.bundle.envoy.usage_filters import STARTED_US
-from extproc.protocol import (
+from extproc.wire_protocol import (
     CLIENT,
     NAMESPACE,
     REQUEST_ID,

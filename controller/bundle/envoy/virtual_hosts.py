@@ -12,7 +12,7 @@ import msgspec
 
 from extproc.api.gateway_config import Listener
 from extproc.api.grpc_route import GatewayApiRoute, effective_matches
-from extproc.api.matches import ANY_HOST, covering_domains, covers_domain
+from extproc.api.match_patterns import ANY_HOST, covering_domains, covers_domain
 from extproc.api.spec import is_attached
 
 if TYPE_CHECKING:

@@ -34,10 +34,10 @@ from controller.kube.conditions import (
     condition_false,
     condition_true,
 )
+from extproc.api.config_loader import MAX_DIRECTORY_BYTES, SUFFIXES, max_file_bytes
 from extproc.api.gateway_config import GatewayConfig
-from extproc.api.load import MAX_DIRECTORY_BYTES, SUFFIXES, max_bytes
 from extproc.api.model_route import ModelRoute
-from extproc.api.picker_config import check_shape_alone
+from extproc.api.picker_config import accept_any_plugins
 from extproc.api.snapshot import Snapshot, failure_mode_of
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def directory_size_problem(files: Mapping[str, bytes]) -> str:
     """
     sizes = {name: len(content) for name, content in files.items() if name.endswith(SUFFIXES)}
     for name, size in sizes.items():
-        if size > max_bytes(name):
-            return f"{name} would have {size} bytes, and {max_bytes(name)} are read; make that object smaller"
+        if size > max_file_bytes(name):
+            return f"{name} would have {size} bytes, and {max_file_bytes(name)} are read; make that object smaller"
     total = sum(sizes.values())
     if total <= MAX_DIRECTORY_BYTES:
         return ""
@@ -108,7 +108,7 @@ class Compiler:
         gateway: str | None = None,
         settings: GatewayApiSettings = GatewayApiSettings(),  # noqa: B008 - frozen
         *,
-        check_picker: PickerCheck = check_shape_alone,
+        check_picker: PickerCheck = accept_any_plugins,
         grace_s: float = 0.0,
         networks: Sequence[Network] | None = None,
     ) -> None:

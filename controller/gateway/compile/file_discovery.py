@@ -21,9 +21,9 @@ from controller.gateway.compile.picker_mode import PICKER_FIELDS, PickerOutcome,
 from controller.gateway.compile.pods import POD_LABEL
 from controller.gateway.compile.source_objects import decode_source
 from extproc.api.addresses import parse_endpoint
-from extproc.api.documents import Document, parse_document
 from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.spec import API_VERSION, namespace_of, object_key
+from extproc.api.yaml_documents import Document, parse_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,7 @@ def parse_file_discovery(config: EndpointPickerConfig) -> FileDiscovery | None:
     if found is None:
         return None
     named = str(found.get("pluginRef") or "") if isinstance(found, dict) else ""
-    plugin = next((one for one in config.plugins if one.called == named), None)
+    plugin = next((one for one in config.plugins if one.effective_name == named), None)
     if plugin is None or plugin.type not in TYPES:
         is_type = "" if plugin is None else f" of type {plugin.type}"
         raise DiscoveryInvalid(
@@ -66,7 +66,9 @@ def parse_file_discovery(config: EndpointPickerConfig) -> FileDiscovery | None:
         )
     given = plugin.parameters or {}
     if not isinstance(given.get("path"), str) or not given["path"]:
-        raise DiscoveryInvalid(f"{plugin.called}: the parameter 'path' is missing; write the file with the endpoints")
+        raise DiscoveryInvalid(
+            f"{plugin.effective_name}: the parameter 'path' is missing; write the file with the endpoints"
+        )
     return FileDiscovery(given["path"], given.get("watchFile") is True)
 
 

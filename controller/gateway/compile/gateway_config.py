@@ -17,11 +17,11 @@ from extproc.api import spec as patterns
 from extproc.api.addresses import parse_address
 from extproc.api.authentication import has_usable_key
 from extproc.api.decode import decode, read_key_store
-from extproc.api.documents import Document
 from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import GatewayConfig
-from extproc.api.key_store import KEYS_FILE, KeyStoreSpec, to_plain
+from extproc.api.key_store import KEYS_FILE, KeyStoreSpec, to_json_fields
 from extproc.api.spec import API_VERSION, object_key
+from extproc.api.yaml_documents import Document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +123,7 @@ def resolve_gateway_config(
                 keys.append(key)
         store = _key_store(decoded.virtual_keys, namespace, secrets, problems)
         for one in store.keys:
-            made = [to_plain(key) for key in one.api_keys]
+            made = [to_json_fields(key) for key in one.api_keys]
             if one.name in taken or not digests.isdisjoint(key["keySHA256"] for key in made):
                 problems.append(f"virtual key '{one.name}': another client has its name or its key")
                 continue

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.api.documents import Document, parse_document
 from extproc.api.errors import ConfigInvalid
 from extproc.api.spec import API_VERSION, namespace_of, object_key
+from extproc.api.yaml_documents import Document, parse_document
 
 KIND: Final = "InferencePool"
 # Of a pool: fields of its ModelServer that an InferencePool does not have, as YAML.

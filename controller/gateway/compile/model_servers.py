@@ -27,9 +27,9 @@ from controller.kube.conditions import (
     condition_true,
 )
 from extproc.api.addresses import NETWORKS, OF_CLUSTER, Network, is_guarded, is_in, parse_endpoint
+from extproc.api.config_loader import unexpected_error_mistake
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid, Mistake
-from extproc.api.load import unforeseen
 from extproc.api.model_server import RETURNED, ModelServer, ModelServerSpec
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 
@@ -119,7 +119,7 @@ def compile_picker(key: str, thing: Mapping[str, Any], check: PickerCheck) -> Co
     except ConfigInvalid as error:
         return CompiledPicker(file=name, problem="; ".join(map(_mistake_text, error.mistakes)))
     except Exception as error:  # noqa: BLE001 - whatever a text does to a plugin, the others must be served
-        return CompiledPicker(file=name, problem=_mistake_text(unforeseen(name, error)))
+        return CompiledPicker(file=name, problem=_mistake_text(unexpected_error_mistake(name, error)))
     return CompiledPicker(file=name, content=texts[0].encode(), notes=notes)
 
 
@@ -171,7 +171,7 @@ def compile_server(
         del content["pickerConfig"]
         if picker is not None and not picker.problem:
             content["pickerConfig"] = picker.file
-    signs = spec.provider is not None and spec.provider.signs
+    signs = spec.provider is not None and spec.provider.signs_requests
     given = content.pop("connection", {})
     connection = compile_connection(spec.connection, given, source.namespace, read, signs=signs)
     if connection.document:
@@ -201,7 +201,7 @@ def _refusal(spec: ModelServerSpec, networks: Sequence[Network] | None) -> str:
     """Why objects of a cluster may not say this; empty if they may."""
     if spec.connection.names_files:
         return _FILES
-    if spec.provider is not None and spec.provider.signs and spec.connection.api_key_ref is None:
+    if spec.provider is not None and spec.provider.signs_requests and spec.connection.api_key_ref is None:
         return _OWN_IDENTITY
     return endpoint_address_mistake(spec, networks)
 

@@ -18,7 +18,7 @@ from controller.gateway.compile.gateway_api.resource_types import ResourceStruct
 from controller.gateway.compile.inference_pools import KIND, PoolServer, server_from_pool
 from controller.gateway.compile.model_servers import compile_picker, picker_file_name
 from controller.gateway.compile.source_objects import decode_source
-from extproc.api.picker_config import check_shape_alone
+from extproc.api.picker_config import accept_any_plugins
 from extproc.api.spec import NonEmpty, namespace_of, object_key
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class PickerCompiler:
         picker_config: str | None = None,
         fields: Mapping[str, Any] = MappingProxyType({}),
         *,
-        check_picker: PickerCheck = check_shape_alone,
+        check_picker: PickerCheck = accept_any_plugins,
     ) -> None:
         self._pool = pool
         self._fields = {**PICKER_FIELDS, **fields}

@@ -27,7 +27,7 @@ from extproc.api.spec import object_key
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.api.connection import EngineConnection, EngineTls
+    from extproc.api.engine_connection import EngineConnection, EngineTls
 
 # File systems take 255 bytes, of which the name of a draft needs some. Of a longer name this much is kept.
 _LONGEST: Final = 200

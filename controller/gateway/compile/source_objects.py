@@ -12,9 +12,9 @@ import msgspec
 from controller.kube.kinds import GATEWAY_KINDS
 from extproc.api.decode import Object as Decoded
 from extproc.api.decode import decode
-from extproc.api.documents import Document
 from extproc.api.errors import Mistake
 from extproc.api.spec import object_key
+from extproc.api.yaml_documents import Document
 
 # Kinds whose objects are documents of the directory, too.
 SOURCE_KINDS: Final = (*(kind.name for kind in GATEWAY_KINDS), "InferenceObjective")

@@ -19,7 +19,7 @@ import msgspec
 from controller.api.model import ModelSpec
 from controller.api.pod_spec_checks import pod_spec_type_errors
 from controller.api.serving_runtime import EngineConfig
-from extproc.api.errors import to_text
+from extproc.api.errors import format_path
 from extproc.api.quantities import decode_quantity
 from extproc.api.schema import check_shape
 
@@ -205,7 +205,7 @@ def merge_layers(
         return LayeredModel(msgspec.convert(folded, ModelSpec, dec_hook=decode_quantity), found)
     except (msgspec.ValidationError, ValueError):
         (path, message), *_ = check_shape(folded, ModelSpec)
-        place = to_text(("spec", *path))
+        place = format_path(("spec", *path))
         raise NotMergeable(f"the object over its base references has a mistake: {place}: {message}") from None
 
 

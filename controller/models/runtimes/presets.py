@@ -14,9 +14,9 @@ import yaml
 
 from controller.api.pod_spec_checks import pod_spec_type_errors, resources_type_errors
 from controller.api.serving_runtime import ServingRuntimeSpec
-from extproc.api.documents import Loader
 from extproc.api.model_server import ServingProtocol
 from extproc.api.quantities import decode_quantity
+from extproc.api.yaml_documents import YamlLoader
 
 if TYPE_CHECKING:
     from controller.api.model import Backend, ModelFormat
@@ -96,7 +96,7 @@ def built_in_objects() -> list[dict[str, Any]]:
     """The built-in presets as ClusterServingRuntimes."""
     folder = resources.files("controller.models.runtimes") / "builtin"
     files = sorted((one for one in folder.iterdir() if one.name.endswith(".yaml")), key=lambda one: one.name)
-    return [yaml.load(one.read_text(), Loader) for one in files]  # noqa: S506 - a safe one
+    return [yaml.load(one.read_text(), YamlLoader) for one in files]  # noqa: S506 - a safe one
 
 
 def multi_model_presets(presets: Mapping[str, Preset], formats: Iterable[str]) -> Mapping[str, Preset]:

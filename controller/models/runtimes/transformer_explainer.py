@@ -19,7 +19,7 @@ from controller.api.serving_runtime import Arguments, EngineConfig, RuntimeAgent
 from controller.api.transformer_explainer import Transformer
 from controller.models.runtimes.presets import Preset, PresetScope
 from controller.models.runtimes.settings import AGENT_PORT, BATCHED_PORT, EngineSettings
-from extproc.protocol import EXPLAIN_VERB, MODELS_PATH
+from extproc.wire_protocol import EXPLAIN_VERB, MODELS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

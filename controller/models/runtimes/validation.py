@@ -15,7 +15,7 @@ from controller.models.runtimes.prefill_connectors import gateway_connector, why
 from controller.models.runtimes.presets import built_in_presets
 from controller.models.runtimes.settings import BATCHED_PORT, gpus_per_pod, uses_setting
 from controller.models.runtimes.transformer_explainer import step_validation_errors, steps_with_own_pods
-from extproc.api.model_server import wrong_sizes
+from extproc.api.model_server import oversized_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +146,7 @@ def _cannot_host(preset: Preset, config: EngineConfig, models: Mapping[str, tupl
         which = models[name][0].name
         yield f"{preset} reads no format '{name}', which '{which}' of models has; put that into another Model"
     sizes = {one.name: (one.memory, one.pinned) for each in models.values() for one in each}
-    yield from wrong_sizes(config.models.memory, sizes, "config.models.memory")
+    yield from oversized_models(config.models.memory, sizes, "config.models.memory")
 
 
 def _many(spec: ModelSpec) -> Iterator[str]:

@@ -17,7 +17,7 @@ from extproc.api.session_affinity import (
     SessionSource,
 )
 from extproc.api.spec import HEADER_OR_EMPTY
-from extproc.scheduling.sessions import SessionNote, address_in
+from extproc.scheduling.sessions import SessionNote, address_of_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +67,7 @@ class SessionIdProducer(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
         return (self.header_name.lower(),) if self.header_name else _ATTRIBUTE_HEADERS["session-id"]
 
 
-class LoraAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class LoraAffinityScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``lora-affinity-scorer``.
 
     1.0: the adapter is active; 0.8: there is room for another adapter; 0.6: it is waiting to be loaded; else 0.
@@ -112,7 +112,7 @@ class _SessionAffinityBase(SessionAffinityParameters, frozen=True):
     def bound_row(self, view: View) -> int | None:
         """The row of the session's endpoint; None without a session, or if its endpoint has left."""
         if not self.has_ids:
-            address = address_in(view.request.headers.get(self.token_header, ""))
+            address = address_of_token(view.request.headers.get(self.token_header, ""))
         else:
             key = self._key(view)
             address = (
@@ -148,7 +148,7 @@ class _SessionAffinityBase(SessionAffinityParameters, frozen=True):
         return None
 
 
-class SessionAffinity(_SessionAffinityBase, frozen=True):
+class SessionAffinityScorer(_SessionAffinityBase, frozen=True):
     """llm-d's ``session-affinity-scorer``: 1 for the endpoint of the request's session, 0 for the others.
 
     ``encoded_endpoint_header``: answers carry a token that names the endpoint, and requests bring it back in the same
@@ -211,7 +211,7 @@ class ThunderAgent(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
 
     eviction_ttl_seconds: Annotated[float, msgspec.Meta(ge=0)] = 3600.0
 
-    def with_plugins(self, others: Mapping[str, Any]) -> SessionAffinity:
+    def with_plugins(self, others: Mapping[str, Any]) -> SessionAffinityScorer:
         """The scorer, with the headers of the file's ``agent-identity``."""
         ids = SessionIdConfig((SessionSource(attribute=AGENT_IDENTITY),), self.eviction_ttl_seconds)
-        return SessionAffinity(strategy="session_id", session_id_config=ids).with_plugins(others)
+        return SessionAffinityScorer(strategy="session_id", session_id_config=ids).with_plugins(others)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 import msgspec
 import numpy as np
 
-from extproc.scheduling.plugins.reasons import ONE_SOURCE
+from extproc.scheduling.plugins.ineffective_parameters import ONE_SOURCE
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_running, estimated_waiting
-from extproc.endpoints.ledger import backlogs
+from extproc.endpoints.in_flight import backlogs
 from extproc.scheduling.labels import has_no_model_list, runs_adapter, serves_adapter
-from extproc.scheduling.plugins.reasons import LEARNED_LATENCY, ONE_LEDGER
+from extproc.scheduling.plugins.ineffective_parameters import LEARNED_LATENCY, ONE_LEDGER
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -32,7 +32,7 @@ class LeastRequestFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unk
         return candidates & (estimated_waiting(view.table, view.now_s) < self.max_waiting_requests)
 
 
-class LoraLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class LoraLoadedFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Kthena's ``lora-affinity`` filter: endpoints with the adapter in their list of models or their batch."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
@@ -43,7 +43,7 @@ class LoraLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
         return candidates & (serves_adapter(view.table, adapter) | runs_adapter(view.table, adapter))
 
 
-class ModelLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class ModelLoadedFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Endpoints whose list of models has the requested one, or has not been read."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
@@ -52,7 +52,7 @@ class ModelLoaded(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         return candidates & (serves_adapter(view.table, model) | has_no_model_list(view.table))
 
 
-class Healthy(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class HealthyFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Endpoints whose breakers let requests through."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
@@ -60,7 +60,7 @@ class Healthy(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         return view.preferred(candidates)
 
 
-class SubsetHint(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class SubsetHintFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Endpoints that the gateway names: the subset of the endpoint picker protocol (proposal 004)."""
 
     header: str = "x-gateway-destination-endpoint-subset"
@@ -78,7 +78,7 @@ class SubsetHint(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
         return candidates & only
 
 
-class PrefixCacheAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class PrefixCacheAffinityFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``prefix-cache-affinity-filter``: endpoints with the prompt cached, unless they are much slower.
 
     An endpoint is sticky if its match ratio is at least ``affinityThreshold``. Only sticky endpoints are kept, unless
@@ -152,7 +152,7 @@ class SaturationFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unkno
         return free if free.any() else candidates
 
 
-class Concurrency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class ConcurrencyFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``concurrency-detector`` as a filter: load in flight below a limit times ``1 + headroom``.
 
     Mode ``requests`` counts requests in flight, ``tokens`` the backlog of prefill work, ``hybrid`` takes the worse of
@@ -197,7 +197,7 @@ class MetricLimit(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
                 return estimated_kv_usage(table, now) <= self.max_value
 
 
-class Utilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class UtilizationFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``utilization-filter``: endpoints for which all ``conditions`` hold."""
 
     WITHOUT_EFFECT: ClassVar = MappingProxyType({"inFlightLoadProducerName": ONE_LEDGER})

@@ -39,7 +39,7 @@ class Requirement(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
         return requirement_holds(self.key, self.operator, self.values, labels)
 
 
-class LabelSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class LabelSelectorFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``label-selector-filter`` (formerly ``by-label-selector``): a Kubernetes label selector."""
 
     match_labels: dict[str, str] = {}
@@ -55,7 +55,7 @@ class LabelSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         return candidates & rows_where(view.table, (tuple(sorted(required)), self.match_expressions), holds)
 
 
-class ByLabel(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class LabelValueFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``by-label`` filter: a label with one of ``validValues``; without it only if ``allowsNoLabel``."""
 
     label: NonEmpty
@@ -71,33 +71,35 @@ class ByLabel(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields
         return candidates & rows_where(view.table, self, holds)
 
 
-class PrefillRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class PrefillRoleFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``prefill-filter``: the label ``llm-d.ai/role`` is a role that includes prefill."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Excludes endpoints without the label."""
         roles = ("prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode")
-        return ByLabel(ROLE_LABEL, roles).keep(view, candidates)
+        return LabelValueFilter(ROLE_LABEL, roles).keep(view, candidates)
 
 
-class DecodeRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class DecodeRoleFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``decode-filter``: the label ``llm-d.ai/role`` is a role that includes decode, or is missing."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps endpoints without the label."""
         roles = ("decode", "prefill-decode", "both", "encode-prefill-decode")
-        return ByLabel(ROLE_LABEL, roles, allows_no_label=True).keep(view, candidates)
+        return LabelValueFilter(ROLE_LABEL, roles, allows_no_label=True).keep(view, candidates)
 
 
-class EncodeRole(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class EncodeRoleFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``encode-filter``: the label ``llm-d.ai/role`` is a role that includes encode."""
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Excludes endpoints without the label."""
-        return ByLabel(ROLE_LABEL, ("encode", "encode-prefill", "encode-prefill-decode")).keep(view, candidates)
+        return LabelValueFilter(ROLE_LABEL, ("encode", "encode-prefill", "encode-prefill-decode")).keep(
+            view, candidates
+        )
 
 
-class HeaderLabelAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class HeaderLabelAffinityScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``header-label-affinity-scorer``: 1 if the label has the header's value, else 0."""
 
     WITHOUT_EFFECT: ClassVar = MappingProxyType(
@@ -117,7 +119,7 @@ class HeaderLabelAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_un
         return rows_where(view.table, key, lambda labels: labels.get(self.label_key) == value).astype(np.float64)
 
 
-class ContextLength(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class ContextLengthAware(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``context-length-aware``: endpoints labelled with a range of prompt lengths, ``min-max`` in tokens.
 
     Inside the range: ``0.3 + 0.7 * (0.7 / (1 + width / 10000) + 0.3 * headroom / width)`` with the headroom to its
@@ -208,7 +210,7 @@ class LabelProducer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         return next((one.label for one in self.labels if one.attribute_key == attribute), "")
 
 
-class AttributeWeight(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class AttributeWeightParameters(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``endpoint-attribute-weight-scorer``: ``weight / highest weight`` of an attribute's value.
 
     The attribute is one of the file's ``label-producer``. A value without a weight, and an endpoint without the
@@ -219,17 +221,17 @@ class AttributeWeight(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
     weights: Annotated[dict[str, Annotated[float, msgspec.Meta(gt=0)]], msgspec.Meta(min_length=1)]
     producer: str = ""
 
-    def with_plugins(self, others: Mapping[str, Any]) -> LabelWeights:
+    def with_plugins(self, others: Mapping[str, Any]) -> LabelWeightScorer:
         """With the label that a producer calls so."""
         named = others.get(self.producer)
         producers = [named] if isinstance(named, LabelProducer) else others.values()
         found = (one.label_of(self.attribute_key) for one in producers if isinstance(one, LabelProducer))
         highest = max(self.weights.values())
         scores = {value: weight / highest for value, weight in self.weights.items()}
-        return LabelWeights(next(filter(None, found), ""), scores, min(scores.values()))
+        return LabelWeightScorer(next(filter(None, found), ""), scores, min(scores.values()))
 
 
-class LabelWeights(msgspec.Struct, frozen=True):
+class LabelWeightScorer(msgspec.Struct, frozen=True):
     """The scorer: each value of the label with its score, and ``other`` for all other endpoints."""
 
     label: str
@@ -279,11 +281,11 @@ class TopologyAffinityFilter(msgspec.Struct, frozen=True, rename="camel", forbid
     topology_producer_name: str = ""
     peer_topology_header: str = ""
 
-    def with_plugins(self, others: Mapping[str, Any]) -> NearPeer:
+    def with_plugins(self, others: Mapping[str, Any]) -> NearPeerFilter:
         """With the labels of the extractor that it names."""
         farthest = LEVELS.index(self.min_affinity or "host")
-        labels = labels_of_levels(others, self.topology_producer_name)
-        return NearPeer(labels, farthest, self.peer_topology_header.lower())
+        labels = topology_level_labels(others, self.topology_producer_name)
+        return NearPeerFilter(labels, farthest, self.peer_topology_header.lower())
 
 
 class TopologyAffinityScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -296,12 +298,14 @@ class TopologyAffinityScorer(msgspec.Struct, frozen=True, rename="camel", forbid
     topology_producer_name: str = ""
     peer_topology_header: str = ""
 
-    def with_plugins(self, others: Mapping[str, Any]) -> NearnessToPeer:
+    def with_plugins(self, others: Mapping[str, Any]) -> PeerNearnessScorer:
         """With the labels of the extractor that it names."""
-        return NearnessToPeer(labels_of_levels(others, self.topology_producer_name), self.peer_topology_header.lower())
+        return PeerNearnessScorer(
+            topology_level_labels(others, self.topology_producer_name), self.peer_topology_header.lower()
+        )
 
 
-class NearPeer(msgspec.Struct, frozen=True):
+class NearPeerFilter(msgspec.Struct, frozen=True):
     """The filter. ``labels``: of each level. ``farthest``: the level that is near enough."""
 
     labels: tuple[str, ...]
@@ -317,7 +321,7 @@ class NearPeer(msgspec.Struct, frozen=True):
         return near if near.any() else candidates
 
 
-class NearnessToPeer(msgspec.Struct, frozen=True):
+class PeerNearnessScorer(msgspec.Struct, frozen=True):
     """The scorer. ``labels``: of each level."""
 
     SCORES: ClassVar = np.array(_SCORES)
@@ -334,7 +338,7 @@ class NearnessToPeer(msgspec.Struct, frozen=True):
         return scores
 
 
-def labels_of_levels(others: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def topology_level_labels(others: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """The label of each of LEVELS: by the extractor that is called ``name``, else by the first one of the file, else
     the usual labels.
     """

@@ -17,9 +17,9 @@ import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_running, estimated_waiting
 from extproc.errors import Shed
-from extproc.protocol import SLO_TPOT_MS, SLO_TTFT_MS
+from extproc.scheduling.plugins.ineffective_parameters import LEARNED_LATENCY, ONE_INDEX
 from extproc.scheduling.plugins.load_scorers import less_is_better
-from extproc.scheduling.plugins.reasons import LEARNED_LATENCY, ONE_INDEX
+from extproc.wire_protocol import SLO_TPOT_MS, SLO_TTFT_MS
 
 if TYPE_CHECKING:
     import random
@@ -38,7 +38,7 @@ _COLD_KV_USAGE: Final = 0.02
 _RETRY_AFTER_S: Final = 1
 
 
-def uniforms(now_s: float, count: int, *, stream: int = 0) -> Floats:
+def hashed_uniforms(now_s: float, count: int, *, stream: int = 0) -> Floats:
     """``count`` numbers in [0, 1). Other times and other ``stream`` numbers give independent ones."""
     bits = np.frombuffer(np.float64(now_s).tobytes(), np.uint64)[0]
     mixed = (np.arange(count, dtype=np.uint64) + bits) * _GOLDEN
@@ -84,7 +84,7 @@ def meets_objectives(view: View) -> Bools | None:
     return meets
 
 
-class LeastLatency(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class LeastLatencyScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Kthena's ``least-latency``: ``w * ttft + (1 - w) * tpot`` with w = ``TTFTTPOTWeightFactor``.
 
     Each part is ``(max - x) / (max - min)`` of the recent mean, or 0.5 for an endpoint without data, as in Kthena.
@@ -152,7 +152,7 @@ class CostScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
         return less_is_better(view.table.price, candidates)
 
 
-class RandomScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class RandomScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Kthena's ``random``: noise to add to other scores.
 
     A scorer is a pure function of the view, so the noise is a hash of the request's time and the row.
@@ -160,10 +160,10 @@ class RandomScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """Uniform in [0, 1)."""
-        return uniforms(view.now_s, candidates.size)
+        return hashed_uniforms(view.now_s, candidates.size)
 
 
-class SloHeadroomTier(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class SloHeadroomTierFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``slo-headroom-tier-filter``: the endpoints expected to meet the request's objectives, or the others.
 
     Two tiers: those that meet every objective that the request has, and those that miss one. If both have endpoints,
@@ -183,7 +183,7 @@ class SloHeadroomTier(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
         good, bad = candidates & meets, candidates & ~meets
         if not good.any() or not bad.any():
             return candidates
-        return bad if float(uniforms(view.now_s, 1, stream=_STREAM)[0]) < self.epsilon_explore_neg else good
+        return bad if float(hashed_uniforms(view.now_s, 1, stream=_STREAM)[0]) < self.epsilon_explore_neg else good
 
 
 class ProbabilisticAdmitter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

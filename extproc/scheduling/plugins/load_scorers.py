@@ -10,8 +10,14 @@ import msgspec
 import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_running, estimated_waiting
-from extproc.endpoints.ledger import backlogs
-from extproc.scheduling.plugins.reasons import INDEX_PARAMETERS, KV_EVENTS, NEVER_USED, ONE_INDEX, ONE_LEDGER
+from extproc.endpoints.in_flight import backlogs
+from extproc.scheduling.plugins.ineffective_parameters import (
+    INDEX_PARAMETERS,
+    KV_EVENTS,
+    NEVER_USED,
+    ONE_INDEX,
+    ONE_LEDGER,
+)
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats
@@ -32,7 +38,7 @@ def less_is_better(values: Floats, candidates: Bools) -> Floats:
     return scores
 
 
-class Queue(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class QueueScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``queue-scorer``: requests that wait in the engine, ``(max - x) / (max - min)``."""
 
     def score(self, view: View, candidates: Bools) -> Floats:
@@ -40,7 +46,7 @@ class Queue(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
         return less_is_better(estimated_waiting(view.table, view.now_s), candidates)
 
 
-class RunningRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class RunningRequestsScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``running-requests-size-scorer``: requests in the engine's batch, ``(max - x) / (max - min)``."""
 
     def score(self, view: View, candidates: Bools) -> Floats:
@@ -48,7 +54,7 @@ class RunningRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
         return less_is_better(estimated_running(view.table, view.now_s), candidates)
 
 
-class ActiveRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class ActiveRequestsScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``active-request-scorer``: requests in flight.
 
     ``count <= idleThreshold``: 1; else ``(max - count) / max * maxBusyScore``.
@@ -75,7 +81,7 @@ class ActiveRequests(msgspec.Struct, frozen=True, rename="camel", forbid_unknown
         return scores
 
 
-class LoadAware(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class LoadAwareScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``load-aware-scorer``: ``0.5 * (1 - min(waiting, t) / t)`` with t = ``threshold`` requests."""
 
     threshold: Annotated[int, msgspec.Meta(ge=1)] = 128
@@ -89,7 +95,7 @@ class LoadAware(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
         return scores
 
 
-class TokenLoad(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class TokenLoadScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``token-load-scorer``: ``1 - min(T, Q) / Q`` with Q = ``queueThresholdTokens``.
 
     T is the prefill work that waits at the endpoint plus this prompt's own, in tokens, attention included.
@@ -112,7 +118,7 @@ class TokenLoad(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
         return scores
 
 
-class LMetric(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class LMetricScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``lmetric-scorer`` (arXiv 2603.15202): ``uncached * (in flight + 1)``, ``(max - x) / (max - min)``.
 
     ``uncached``: tokens of the prompt that the endpoint would have to compute.
@@ -143,7 +149,7 @@ class LeastRequestScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unk
         return (most - base) / most if most > 0 else np.ones(base.size)
 
 
-class KvCacheUtilization(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class KvCacheUtilizationScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``kv-cache-utilization-scorer`` and Kthena's ``gpu-usage``: ``1 - usage``."""
 
     def score(self, view: View, candidates: Bools) -> Floats:
@@ -183,7 +189,7 @@ class PrefixCacheScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
         return scores
 
 
-class PrecisePrefixCache(msgspec.Struct, frozen=True, rename="camel"):
+class PrecisePrefixCacheScorer(msgspec.Struct, frozen=True, rename="camel"):
     """llm-d's ``precise-prefix-cache-scorer`` and Kthena's ``kvcache-aware``: ``matched / total`` by KV events.
 
     The pool follows KV events if its ModelServer sets ``kvEvents``. Without a feed or a tokenizer, it falls back to
@@ -203,7 +209,7 @@ class PrecisePrefixCache(msgspec.Struct, frozen=True, rename="camel"):
         return PrefixCacheScorer().score(view, candidates)
 
 
-class NoHitLru(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class NoHitLruScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``no-hit-lru-scorer``: spreads prompts that no endpoint has cached.
 
     If any endpoint has a hit, all score 0.5. Otherwise ``1 - rank / (n - 1)``: first the endpoints that never

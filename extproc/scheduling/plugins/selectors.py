@@ -20,7 +20,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 Length = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class MaxScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class MaxScoreSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``max-score-picker``: highest score first, ties at random."""
 
     max_num_of_endpoints: Length | None = None
@@ -30,7 +30,7 @@ class MaxScore(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
         return _highest(scores, rng, count)
 
 
-class Random(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class RandomSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``random-picker``: uniformly at random."""
 
     max_num_of_endpoints: Length | None = None
@@ -40,7 +40,7 @@ class Random(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         return rng.sample(range(scores.size), scores.size if count is None else min(count, scores.size))
 
 
-class WeightedRandom(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class WeightedRandomSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``weighted-random-picker``: at random in proportion to the scores, scores of 0 last.
 
     Algorithm A-Res (Efraimidis and Spirakis, 2006): each endpoint draws ``U ** (1 / score)``; the largest draws win.
@@ -77,7 +77,7 @@ class PowerOfTwoSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unk
         return [first, *(position for position in rest if position != first)][:count]
 
 
-class Softmax(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class SoftmaxSelector(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """At random in proportion to ``exp(score / temperature)``.
 
     A temperature towards 0 approaches the maximum, towards infinity a uniform choice. Ordering by ``score /

@@ -14,8 +14,8 @@ from bench.micro.grpc_load import grpc_call_frames, set_stream_id
 from bench.micro.http_load import RequestLoad, tensor_calls
 from bench.micro.instant_engine import INFER_CALL, serve_grpc
 from bench.stack.processes import free_ports
-from extproc.rpc.http2 import PREFACE, Ended, Frame, Http2Connection, Opened, Received, frame
-from extproc.rpc.server import Call, RpcFailed, RpcServer, Status
+from extproc.rpc.http2 import PREFACE, DataReceived, FrameType, Http2Connection, StreamEnded, StreamOpened, encode_frame
+from extproc.rpc.server import RpcCall, RpcFailed, RpcServer, Status
 from tests.model_calls import V2
 from tests.waiting import eventually
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 def test_frames_are_a_call_with_one_message(size: int) -> None:
     message = bytes(size)
     server = Http2Connection()
-    greeting = PREFACE + frame(Frame.SETTINGS, 0, 0, b"")
+    greeting = PREFACE + encode_frame(FrameType.SETTINGS, 0, 0, b"")
     frames = grpc_call_frames("/a.B/C", message, "x-one: 1\r\n")
     opened, *parts, ended = server.receive(greeting + set_stream_id(frames, 5))
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, StreamOpened)
     assert opened.stream == 5
     assert {(":path", "/a.B/C"), ("content-type", "application/grpc"), ("x-one", "1")} <= set(opened.headers)
-    assert b"".join(one.data for one in parts if isinstance(one, Received)) == b"\0" + size.to_bytes(4) + message
-    assert ended == Ended(5)
+    assert b"".join(one.data for one in parts if isinstance(one, DataReceived)) == b"\0" + size.to_bytes(4) + message
+    assert ended == StreamEnded(5)
 
 
 def test_a_tensor_is_a_message_of_the_protocol() -> None:
@@ -47,7 +47,7 @@ def test_a_tensor_is_a_message_of_the_protocol() -> None:
     assert MeasuredCase(2_000, 8, by_call=True).requests(1)[0].path == INFER_CALL
 
 
-async def load(handler: Callable[[Call], Awaitable[None]], *, by_gateway: bool = False) -> int:
+async def load(handler: Callable[[RpcCall], Awaitable[None]], *, by_gateway: bool = False) -> int:
     """How many calls were answered well; raises RuntimeError if one was not."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = RpcServer({INFER_CALL: handler})
@@ -62,7 +62,7 @@ async def load(handler: Callable[[Call], Awaitable[None]], *, by_gateway: bool =
 
 
 async def test_a_load_goes_on_after_good_answers() -> None:
-    async def answer(call: Call) -> None:
+    async def answer(call: RpcCall) -> None:
         assert await call.read()
         await call.write(b"x" * 100_000)
 
@@ -70,7 +70,7 @@ async def test_a_load_goes_on_after_good_answers() -> None:
 
 
 async def test_an_answer_that_is_not_good_ends_it_with_its_head() -> None:
-    async def refuse(_: Call) -> None:
+    async def refuse(_: RpcCall) -> None:
         raise RpcFailed(Status.UNAVAILABLE, "away")
 
     with pytest.raises(RuntimeError, match="grpc-status"):

@@ -14,7 +14,7 @@ from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.generators import LoraMix
 from bench.workload.sessions import Workload
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from bench.stack.stack import documents
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import DisaggregationSettings, Simulation
 from bench.workload.generators import Conversations, conversations
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 SHAPE = Conversations(sessions=120)
 

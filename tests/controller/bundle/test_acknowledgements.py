@@ -31,9 +31,9 @@ from controller.bundle.metrics import BundleMetrics, serve_metrics
 from controller.bundle.sync import BundleSync, write_bundle_once
 from controller.commands.bundle import main
 from controller.gateway.statuses import read_report
-from extproc.api.load import ConfigDirectory, load_snapshot
+from extproc.api.config_loader import ConfigDirectory, load_snapshot
 from extproc.api.status_pages import ConfigReport
-from extproc.ports import ListenFailed
+from extproc.listen_sockets import ListenFailed
 
 if TYPE_CHECKING:
     from pathlib import Path

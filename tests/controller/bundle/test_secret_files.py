@@ -27,8 +27,8 @@ from controller.bundle.sync import (
     write_step,
 )
 from extproc.api.authentication import has_usable_key
+from extproc.api.config_loader import ConfigDirectory, load_snapshot
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import ConfigDirectory, load_snapshot
 from tests.certificates import Authority
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from controller.bundle.envoy.extproc_bypass import CHANGES_FILTER
 from controller.bundle.envoy.filters import BODY_FILTERS
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.sync import GOLDEN_PATH, BundleSync, PublishStep, publish_steps, remove_orphans, write_step
+from extproc.api.config_loader import ConfigDirectory, load_directory, load_snapshot
 from extproc.api.http_route import Backend, BackendSpec
-from extproc.api.load import ConfigDirectory, load_directory, load_snapshot
 from extproc.api.make_before_break import DrainingServers, with_servers
 from extproc.api.spec import Metadata
 from tests.waiting import eventually

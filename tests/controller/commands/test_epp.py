@@ -18,10 +18,10 @@ from controller.commands.epp import EppPlan, LaunchContext, conformance_plan, ma
 from controller.commands.epp_flags import _SUITES, _SUITES_OF_TLS_13, FLAGS, FlagInvalid, read_flags
 from controller.gateway.compile.inference_pools import server_from_pool
 from controller.gateway.compile.source_objects import decode_source
-from extproc.api.picker_config import check_shape_alone
+from extproc.api.picker_config import accept_any_plugins
 from extproc.cli.serve import parser
 from extproc.metrics.registry import TlsMetrics
-from extproc.streams.tls import FollowedCertificate, TlsLimits
+from extproc.streams.tls import ReloadingCertificate, TlsLimits
 
 ROOT = Path(__file__).parents[3]
 
@@ -179,7 +179,7 @@ async def handshake(*words: str, version: ssl.TLSVersion) -> tuple[str, str, str
     """
     options = parser().parse_args(["--config", "x", *planned("--pool-name", "llama", *words).extproc])
     limits = TlsLimits(options.tls_min_version, options.tls_ciphers)
-    followed = FollowedCertificate(None, TlsMetrics(CollectorRegistry()), lambda: dt.datetime.now(dt.UTC), limits)
+    followed = ReloadingCertificate(None, TlsMetrics(CollectorRegistry()), lambda: dt.datetime.now(dt.UTC), limits)
 
     async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
@@ -389,5 +389,5 @@ kind: EndpointPickerConfig
 plugins: [{{type: redis-syncer, parameters: {parameters}}}, {{type: random-picker}}]
 schedulingProfiles: [{{name: default, plugins: [{{pluginRef: random-picker}}]}}]
 """
-    assert main(["--pool-name=llama", f"--config-text={text}"], "epp", check_shape_alone) == 2
+    assert main(["--pool-name=llama", f"--config-text={text}"], "epp", accept_any_plugins) == 2
     assert said in capsys.readouterr().err

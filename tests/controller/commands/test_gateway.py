@@ -8,7 +8,7 @@ import pytest
 from controller.commands import gateway as gateway_command
 from controller.commands.gateway import endpoint_networks
 from extproc.api.addresses import parse_networks
-from extproc.api.picker_config import check_shape_alone
+from extproc.api.picker_config import accept_any_plugins
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from extproc.api.picker_config import check_shape_alone
 )
 def test_options_that_do_not_fit_are_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        gateway_command.main(["--config", "unused", *words], "attache gateway", check_shape_alone)
+        gateway_command.main(["--config", "unused", *words], "attache gateway", accept_any_plugins)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 

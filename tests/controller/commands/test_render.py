@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from attache.__main__ import main
-from extproc.api.load import load_directory
+from extproc.api.config_loader import load_directory
 from tests.gateway_objects import (
     endpoint_slice,
     gateway,

@@ -15,7 +15,7 @@ from controller.keys.changes import KeyRefused, NewKey, key_for_display, key_req
 from extproc.api import key_store
 from extproc.api.authentication import Authentication, VirtualKeys
 from extproc.api.gateway_config import GatewayConfigSpec
-from extproc.api.key_store import KeyStoreSpec, VirtualKey, to_plain, with_virtual_keys
+from extproc.api.key_store import KeyStoreSpec, VirtualKey, to_json_fields, with_virtual_keys
 from extproc.api.snapshot import Snapshot, failure_mode_of
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def test_a_store_is_read_as_it_was_written() -> None:
     store, _ = created(models=["llama"], rateLimits=[{"requests": 1}], budgets=[{"window": "Day", "max": {"money": 1}}])
     store, _ = changes.rotate(store, "key-1", digest(2), NOW, overlap_s=60.0)
     store, _ = created(store, 3)
-    plain = to_plain(msgspec.structs.replace(store, cache_secret="0" * 32))
+    plain = to_json_fields(msgspec.structs.replace(store, cache_secret="0" * 32))
     assert changes._converted(plain, KeyStoreSpec).keys == store.keys
 
 

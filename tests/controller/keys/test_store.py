@@ -14,8 +14,8 @@ from attache.__main__ import main
 from controller.keys import store as module
 from controller.keys.changes import KeyRefused, key_request
 from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyStoreFile
+from extproc.api.config_loader import load_directory
 from extproc.api.key_store import KEYS_FILE
-from extproc.api.load import load_directory
 
 if TYPE_CHECKING:
     from pathlib import Path

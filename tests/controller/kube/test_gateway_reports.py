@@ -19,7 +19,7 @@ from bench.stack.processes import free_ports
 from controller.kube import gateway_reports as demand
 from controller.kube.gateway_reports import DemandFeed, DemandRelay
 from controller.kube.metrics_and_health import serve_pages
-from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand, complete_status
+from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand, complete_demand
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ async def test_a_pod_tells_its_followers_changes_if_they_ask_for_these() -> None
     assert all(one.servers.keys() == {"a", "b"} and not one.since for one in lines["watch"])
     known: Demand | None = None
     for said in lines["watch=changes"]:
-        is_first, known = known is None, complete_status(said, known)
+        is_first, known = known is None, complete_demand(said, known)
         assert known is not None
         assert known.servers == {"a": waiting(1), "b": waiting(known.servers["b"].queued)}
         assert is_first or list(said.servers) == ["b"]

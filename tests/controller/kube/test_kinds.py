@@ -13,7 +13,7 @@ import pytest
 from controller.kube.crd_files import files
 from controller.kube.kinds import GATEWAY_KINDS, KINDS, Kind, definition_of
 from extproc.api.decode import decode
-from extproc.api.documents import split_documents
+from extproc.api.yaml_documents import split_documents
 from tests.rule_cases import CASES, Case
 
 if TYPE_CHECKING:

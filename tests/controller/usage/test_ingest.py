@@ -13,7 +13,7 @@ from controller.usage.ingest import Ingest
 from controller.usage.jsonl import JsonLinesStore
 from controller.usage.log_follower import TAKEN, LogFollower, LogPosition, OwnLogReader
 from controller.usage.store import BadBatch, SqlStore, StoreError, StoreUnavailable, UsageSink, open_engine
-from extproc.api.usage import LEFT_SUFFIX
+from extproc.api.usage_log import LEFT_SUFFIX
 from tests.usage_lines import NOON_S, context, line, text
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from controller.usage.rows import make_usage_row
-from extproc.api.usage import UsageContext, UsageCounts, UsageLine
+from extproc.api.usage_log import UsageContext, UsageCounts, UsageLine
 from extproc.api.used_tokens import CUTS
 from extproc.core.effects import Decision, RequestSettled
 from extproc.streams.access_log import read_outcome
 from extproc.streams.messages import HttpAccessLogEntry
 from tests.examples import examples
-from tests.extproc.core.test_accounts_budgets import SERVER, Process
+from tests.extproc.core.test_limit_accounting_budgets import SERVER, Process
 from tests.extproc.scenes import request
 from tests.usage_lines import NOON_S
 

@@ -23,8 +23,8 @@ from controller.usage.reports import as_csv, as_json, as_table, completions_page
 from controller.usage.rows import parse_usage_line
 from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_pages
 from controller.usage.store import SqlStore, open_engine
-from extproc.api.usage import OTHERS
-from extproc.protocol import CALLER_CLIENT, CALLER_REPORTS, CALLER_TENANT, CALLER_USER
+from extproc.api.usage_log import OTHERS
+from extproc.wire_protocol import CALLER_CLIENT, CALLER_REPORTS, CALLER_TENANT, CALLER_USER
 from tests.usage_lines import NOON_S, PRICE, context, line, text
 
 if TYPE_CHECKING:

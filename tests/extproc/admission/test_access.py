@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.admission.access import AccessRequest, Authorizer
-from extproc.admission.identity import Identities, Subject
-from extproc.api.load import load_snapshot
+from extproc.admission.identity import IdentityResolver, Subject
+from extproc.api.config_loader import load_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -174,9 +174,9 @@ def test_a_name_that_could_not_be_read_gets_round_nothing() -> None:
 def test_long_names_are_compared_as_callers_have_them() -> None:
     long = "x" * 300
     access = access_to(("default", {"rules": [{"from": [{"users": [long]}]}]}))
-    identities = Identities(load_snapshot({}))
-    assert access.may_use(identities.subject({"x-attache-user": long}), wish("llama"))
-    assert not access.may_use(identities.subject({"x-attache-user": long + "y"}), wish("llama"))
+    identities = IdentityResolver(load_snapshot({}))
+    assert access.may_use(identities.resolve_subject({"x-attache-user": long}), wish("llama"))
+    assert not access.may_use(identities.resolve_subject({"x-attache-user": long + "y"}), wish("llama"))
 
 
 RESTRICTED = {
@@ -208,7 +208,7 @@ RESTRICTED = {
 )
 def test_a_caller_has_the_models_of_both_its_key_and_its_tenant(headers: dict[str, str], models: set[str]) -> None:
     snapshot = load_snapshot({"a.json": json.dumps(_document("GatewayConfig", "default", "g", RESTRICTED)).encode()})
-    access, subject = Authorizer(snapshot), Identities(snapshot).subject(headers)
+    access, subject = Authorizer(snapshot), IdentityResolver(snapshot).resolve_subject(headers)
     assert access.restricts
     assert {model for model in ("chat", "sql", "law") if access.may_use(subject, wish(model))} == models
     assert access.may_use_everything(subject) == (len(models) == 3)

@@ -15,7 +15,7 @@ LIMIT = Limit(rate=10.0, capacity=100.0)
 
 
 def filled(bucket: Bucket, now: float, limit: Limit = LIMIT) -> Bucket:
-    bucket.fill(limit, now)
+    bucket.refill(limit, now)
     return bucket
 
 
@@ -110,5 +110,5 @@ def test_amounts_that_are_none_change_nothing(amount: float) -> None:
     bucket.settle(odd, amount)
     bucket.settle(claim, amount)
     assert (bucket.level, bucket.claims) == (100.0, 0.0)
-    bucket.fill(limit, 0.0)
+    bucket.refill(limit, 0.0)
     assert (bucket.level, bucket.claims) == (100.0, 0.0)

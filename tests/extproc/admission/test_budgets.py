@@ -19,12 +19,12 @@ from extproc.admission.budgets import (
     BudgetKey,
     BudgetSet,
     CompiledBudget,
-    compile_keys,
+    compile_key_budgets,
 )
 from extproc.admission.identity import Caller
 from extproc.admission.limits import NO_USAGE, Grant, Usage
 from extproc.admission.local_limits import LocalLimits
-from extproc.admission.refusals import soft_line
+from extproc.admission.refusals import soft_budget_warning
 from extproc.api.authentication import ApiKey
 from extproc.api.budgets import Budget, BudgetMax, KeyBudget
 from extproc.api.pricing import Price, Rates
@@ -57,7 +57,7 @@ def charge(budgets: BudgetSet, tenant: str = "a", amount: float = 10.0, user: st
 
 def test_each_amount_of_a_budget_is_a_charge() -> None:
     most = {"tokens": 1000, "inputTokens": 100, "outputTokens": 200, "requests": 5, "money": "1.00"}
-    charges = compiled(budget(max=most)).charges(Caller("a"), Usage(30.0, 40.0).priced(PRICE), NOON)
+    charges = compiled(budget(max=most)).charges(Caller("a"), Usage(30.0, 40.0).with_cost(PRICE), NOON)
     assert {one.resource: one.amount for one in charges} == {
         "total_tokens": 70.0,
         "input_tokens": 30.0,
@@ -83,7 +83,7 @@ def test_a_window_that_ends_is_another_bucket_and_what_ran_is_settled_in_its_own
 
 def test_a_refusal_names_the_level_and_the_end_of_the_window() -> None:
     budgets, limits = compiled(budget(per="User", window="Day", max={"money": "0.0001"}, soft=0.5)), LocalLimits()
-    usage = Usage(0.0, 30.0).priced(PRICE)
+    usage = Usage(0.0, 30.0).with_cost(PRICE)
     limits.reserve(budgets.charges(Caller("a", "ann"), usage, NOON), 0.0)
     with pytest.raises(BudgetSpent) as refused:
         limits.reserve(budgets.charges(Caller("a", "ann"), usage, NOON), 0.0)
@@ -99,7 +99,7 @@ def test_a_refusal_names_the_level_and_the_end_of_the_window() -> None:
 
 def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
     key = ApiKey("k", "a", budgets=(KeyBudget("Day", BudgetMax(requests=1), soft=0.5),))
-    budgets, limits = BudgetSet(of_keys=compile_keys([key], BudgetAccounts())), LocalLimits()
+    budgets, limits = BudgetSet(of_keys=compile_key_budgets([key], BudgetAccounts())), LocalLimits()
     caller = Caller("a", "", "k")
     limits.reserve(budgets.charges(caller, NO_USAGE, NOON), 0.0)
     with pytest.raises(BudgetSpent) as refused:
@@ -111,7 +111,7 @@ def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
     assert headers["x-attache-budget-remaining"] == '"daily budget of this API key";r=0;t=43200;unit="requests"'
     assert headers["x-attache-budget-warning"] == '"daily budget of this API key";used=1.00;unit="requests"'
     (one,) = budgets.charges(caller, NO_USAGE, NOON)
-    assert soft_line(one, 0.2) == (
+    assert soft_budget_warning(one, 0.2) == (
         "daily budget of the key itself: the API key a/k has reserved or used 80% of 1 requests for this day"
     )
     (state,) = budget_states([one], lambda _: 0.0)
@@ -135,8 +135,8 @@ def test_named_callers_have_their_own_budgets_and_others_the_rest() -> None:
     budgets = compiled(
         budget(name="gold", tenants=["a"]), budget(name="rest", others=True), budget(name="every", max={"tokens": 9})
     )
-    assert [one.budget.name for one in budgets.budgets_of(Caller("a"))] == ["gold", "every"]
-    assert [one.budget.name for one in budgets.budgets_of(Caller("b"))] == ["rest", "every"]
+    assert [one.budget.name for one in budgets.budgets_for(Caller("a"))] == ["gold", "every"]
+    assert [one.budget.name for one in budgets.budgets_for(Caller("b"))] == ["rest", "every"]
 
 
 HOSTILE = [
@@ -167,9 +167,9 @@ def test_no_name_is_anothers_account() -> None:
         read = BudgetKey.parse(key)
         assert read is not None
         assert (read.budget, read.tenant, read.name) == ("default/chat/team", tenant, user)
-        assert read.text() == key
+        assert read.to_text() == key
         # no tenant has an empty name
-        assert not tenant or read.shared.text() not in keys
+        assert not tenant or read.wider_account.to_text() not in keys
 
 
 def test_one_tenant_takes_no_account_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_many_users_are_bounded_and_none_is_refilled(monkeypatch: pytest.MonkeyP
             pass
     # half of what is free with accounts of their own, and one that all others of the tenant share
     assert granted == 301
-    assert limits.buckets == 302
+    assert limits.bucket_count == 302
     assert accounts.count == 302
     # whoever had spent it has spent it still, and other tenants have theirs
     with pytest.raises(BudgetSpent):
@@ -267,7 +267,7 @@ def test_what_other_processes_spend_is_bounded_and_refills_nobody(monkeypatch: p
     for number in range(1000):
         one = charge(compiled(budget(per="User")), "b", user=f"u{number}")
         limits.spend(one.key, one.limit, 60.0, 0.0)
-    assert limits.buckets <= 12
+    assert limits.bucket_count <= 12
     with pytest.raises(BudgetSpent):
         limits.reserve([mine], 0.0)
     # the users beyond the bound share one account, which is in debt
@@ -283,7 +283,7 @@ def test_ended_windows_go_and_open_ones_stay() -> None:
         limits.forget_ended(NOON + hour * 3600.0)
         accounts.forget_ended(NOON + hour * 3600.0)
         # a day back, for what runs still
-        assert limits.buckets <= 25
+        assert limits.bucket_count <= 25
         assert accounts.count == 1
 
 
@@ -291,9 +291,9 @@ def test_a_larger_maximum_gives_more_and_a_smaller_one_takes_what_is_not_used() 
     limits = LocalLimits()
     for most, left in ((100, 60.0), (200, 160.0), (50, 10.0), (20, -20.0), (100, 60.0)):
         one = charge(compiled(budget(max={"tokens": most})), amount=40.0)
-        if most == 100 and left == 60.0 and limits.buckets == 0:
+        if most == 100 and left == 60.0 and limits.bucket_count == 0:
             limits.reserve([one], 0.0)
-        limits.lower([BucketLevel(one.key, one.limit, one.limit.capacity)], 0.0)
+        limits.cap_levels([BucketLevel(one.key, one.limit, one.limit.capacity)], 0.0)
         assert limits.level_of(one) == left
 
 
@@ -353,8 +353,8 @@ def test_never_more_is_used_than_the_budget_and_one_estimate_error_for_each_requ
 def test_money_is_whole_micro_units() -> None:
     budgets, limits = compiled(budget(max={"money": Money("1000000000")})), LocalLimits()
     for _ in range(1000):
-        usage = Usage(333.0, 77.0).priced(PRICE)
+        usage = Usage(333.0, 77.0).with_cost(PRICE)
         grant = limits.reserve(budgets.charges(Caller("a"), usage, NOON), 0.0)
-        limits.settle(grant, Usage(332.0, 76.0).priced(PRICE), 0.0)
+        limits.settle(grant, Usage(332.0, 76.0).with_cost(PRICE), 0.0)
     (one,) = budgets.charges(Caller("a"), Usage(0.0, 0.0), NOON)
     assert limits.level_of(one) == 10**15 - 1000 * (332 + 152)

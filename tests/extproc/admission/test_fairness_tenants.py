@@ -38,7 +38,7 @@ class Backlog:
 
     def serve(self, now: float) -> None:
         row, _ = self.flows.choose(self.flows.waiting, self.flows.waiting, now)
-        queued = next(self.flows.in_order(row))
+        queued = next(self.flows.ordered_requests(row))
         self.flows.remove(queued)
         self.enqueue(queued.flow)
         expected, cost = (self.rng.uniform(1.0, LARGEST) for _ in range(2))
@@ -97,7 +97,7 @@ def test_the_tenant_with_most_waiting_gives_up_a_place_not_the_largest_flow() ->
     scene = Backlog((VirtualTokenCounter(), VirtualTokenCounter()), [*keys, FlowKey("one")], 1)
     for _ in range(5):
         scene.enqueue(FlowKey("one"))
-    assert scene.flows.newest_of_largest().flow.tenant == "many"
+    assert scene.flows.eviction_candidate().flow.tenant == "many"
 
 
 def test_a_tenant_is_forgotten_with_its_last_flow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,4 +110,4 @@ def test_a_tenant_is_forgotten_with_its_last_flow(monkeypatch: pytest.MonkeyPatc
         flows.end_service(key, 0.0, 0.0)
     assert len(flows) <= 20
     assert len(tenants) <= len(flows)
-    assert tenants.siblings(flows.row_of(key)).sum() >= 1
+    assert tenants.siblings(flows.assign_row(key)).sum() >= 1

@@ -40,7 +40,7 @@ def queued(
 
 
 def first(order: OrderingPolicy, *ones: QueuedRequest) -> int:
-    return min(range(len(ones)), key=lambda index: order.key(ones[index]))
+    return min(range(len(ones)), key=lambda index: order.order_key(ones[index]))
 
 
 def test_first_come_is_served_first() -> None:

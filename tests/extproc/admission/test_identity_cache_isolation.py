@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 
 from extproc.admission.identity import CacheIsolation, Caller
-from extproc.api.load import load_snapshot
-from extproc.protocol import Api
+from extproc.api.config_loader import load_snapshot
 from extproc.request.body_parser import parse_body
+from extproc.wire_protocol import Api
 
 KEYS = """
   authentication:

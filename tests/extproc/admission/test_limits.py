@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.admission.estimates import InputEstimate
 from extproc.admission.identity import ANONYMOUS_CALLER, Caller
 from extproc.admission.limits import RouteLimits, Usage, key_charges
 from extproc.admission.local_limits import LocalLimits
-from extproc.admission.refusals import granted_headers
+from extproc.admission.refusals import headers_of_grants
+from extproc.admission.token_estimates import InputEstimate
 from extproc.api.admission import KeyRateLimit, RateLimit
 from extproc.api.model_route import ModelRoute, ModelRouteSpec, RouteRule, TargetModel
 from extproc.api.spec import Metadata
 from extproc.errors import RateLimited
-from extproc.protocol import truncate_name
+from extproc.wire_protocol import truncate_name
 
 ALICE = Caller(tenant="acme", user="alice", api_key="acme-1")
 BOB = Caller(tenant="acme", user="bob", api_key="acme-2")
@@ -191,7 +191,7 @@ def test_headers_are_those_of_the_emptiest_bucket() -> None:
     charges = route(RateLimit(input_tokens=1000), RateLimit(per="User", output_tokens=60, unit="hour")).charges(
         ALICE, {}, USAGE
     )
-    assert granted_headers([limits.reserve(charges, 0.0)]) == {
+    assert headers_of_grants([limits.reserve(charges, 0.0)]) == {
         "x-ratelimit-limit-tokens": "60",
         "x-ratelimit-remaining-tokens": "10",
         "x-ratelimit-reset-tokens": "50m0s",
@@ -203,7 +203,7 @@ def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, one = LocalLimits(), route(RateLimit(requests=1))
     for number in range(30):
         limits.reserve(one.charges(Caller(tenant=f"t{number}"), {}, USAGE), 0.0)
-    assert limits.buckets == 10
+    assert limits.bucket_count == 10
 
 
 def test_reservations_of_another_process_count_here() -> None:

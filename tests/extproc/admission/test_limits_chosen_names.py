@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.admission.identity import Caller
-from extproc.admission.limits import MOST_NAMES, OTHERS, ChosenNames, Usage
+from extproc.admission.limits import MOST_NAMES, OTHERS, ClientChosenNames, Usage
 from extproc.admission.local_limits import LocalLimits
 from extproc.api.admission import RateLimit
 from extproc.errors import RateLimited
@@ -17,25 +17,25 @@ LIMIT = RateLimit(per="Header", header="x-who", unit="hour", requests=1)
 
 
 def test_a_name_keeps_its_account_whoever_else_comes() -> None:
-    names = ChosenNames()
-    first = names.account("acme", "a" * 40_000, 0.0, idle_s=60.0)
+    names = ClientChosenNames()
+    first = names.account_name("acme", "a" * 40_000, 0.0, idle_s=60.0)
     assert len(first) == 32
-    others = {names.account("acme", f"name-{number}", 1.0, idle_s=60.0) for number in range(3 * MOST_NAMES)}
+    others = {names.account_name("acme", f"name-{number}", 1.0, idle_s=60.0) for number in range(3 * MOST_NAMES)}
     assert len(others) == MOST_NAMES
     assert OTHERS in others
-    assert names.account("acme", "a" * 40_000, 2.0, idle_s=60.0) == first
+    assert names.account_name("acme", "a" * 40_000, 2.0, idle_s=60.0) == first
     # another owner has a bound of its own
-    assert names.account("bell", "name-2999", 2.0, idle_s=60.0) != OTHERS
+    assert names.account_name("bell", "name-2999", 2.0, idle_s=60.0) != OTHERS
 
 
 def test_a_name_gives_up_its_place_when_its_account_would_be_full_again() -> None:
-    names = ChosenNames()
+    names = ClientChosenNames()
     for number in range(MOST_NAMES):
-        names.account("acme", f"name-{number}", float(number), idle_s=3600.0)
-    assert names.account("acme", "new", 3599.0, idle_s=3600.0) == OTHERS
-    assert names.account("acme", "new", 3600.0, idle_s=3600.0) != OTHERS
+        names.account_name("acme", f"name-{number}", float(number), idle_s=3600.0)
+    assert names.account_name("acme", "new", 3599.0, idle_s=3600.0) == OTHERS
+    assert names.account_name("acme", "new", 3600.0, idle_s=3600.0) != OTHERS
     # one place was free, no more
-    assert names.account("acme", "newer", 3600.0, idle_s=3600.0) == OTHERS
+    assert names.account_name("acme", "newer", 3600.0, idle_s=3600.0) == OTHERS
 
 
 def test_new_values_of_a_header_are_no_new_allowance_without_end() -> None:
@@ -64,4 +64,4 @@ def test_values_of_one_tenant_push_out_no_bucket_of_another(monkeypatch: pytest.
     for charge in bell:
         with pytest.raises(RateLimited):
             limits.reserve([charge], 0.0)
-    assert limits.buckets <= MOST_NAMES + 4
+    assert limits.bucket_count <= MOST_NAMES + 4

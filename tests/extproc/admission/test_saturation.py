@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from extproc.admission.flows import FlowKey, QueuedRequest
-from extproc.admission.saturation import RECHECK_S, EndpointHeadroom, Stages
+from extproc.admission.saturation import RECHECK_S, EndpointHeadroom, PrefillDecodeRows
 from extproc.api.admission import SaturationSpec
 from extproc.api.quantities import Duration
 from extproc.endpoints.engine_reports import apply_report
-from extproc.endpoints.ledger import begin_request
+from extproc.endpoints.in_flight import begin_request
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointConfig, EndpointTable
 from extproc.engines.metrics import EngineReport
 
@@ -25,7 +25,7 @@ WANTED = QueuedRequest("t", FlowKey("acme"), NOW, NOW + 60, input_tokens=100.0, 
 @pytest.fixture
 def table() -> EndpointTable:
     table = EndpointTable()
-    table.replace(["a:1", "b:1"])
+    table.replace_endpoints(["a:1", "b:1"])
     return table
 
 
@@ -136,12 +136,12 @@ def test_failing_and_draining_engines_have_no_room_unless_there_are_no_others(ta
     table.retry_at_s[1] = NOW + 5
     assert EndpointHeadroom(table, REPORTS, NOW).open.nonzero()[0].tolist() == [0, 1]
     table.retry_at_s[:] = 0
-    table.replace({"a:1": EndpointConfig(is_draining=True), "b:1": EndpointConfig()})
+    table.replace_endpoints({"a:1": EndpointConfig(is_draining=True), "b:1": EndpointConfig()})
     assert EndpointHeadroom(table, REPORTS, NOW).open.nonzero()[0].tolist() == [1]
 
 
 def test_without_engines_no_request_is_dispatched(table: EndpointTable) -> None:
-    table.replace([])
+    table.replace_endpoints([])
     capacity = EndpointHeadroom(table, REPORTS, NOW)
     assert not capacity.has_endpoints
     assert capacity.rows_for(WANTED) is None
@@ -168,12 +168,12 @@ def test_a_slightly_too_full_engine_with_the_prefix_cached_may_be_used(table: En
 
 def test_a_pair_needs_room_at_both_engines_of_one_group() -> None:
     table = EndpointTable()
-    table.replace(["p0:1", "d0:1", "p1:1", "d1:1"])
+    table.replace_endpoints(["p0:1", "d0:1", "p1:1", "d1:1"])
     size = len(table.addresses)
     prefill, decode, group = np.zeros(size, np.bool_), np.zeros(size, np.bool_), np.zeros(size, np.intp)
     prefill[[0, 2]] = decode[[1, 3]] = True
     group[[2, 3]] = 1
-    stages = Stages(prefill, decode, group)
+    stages = PrefillDecodeRows(prefill, decode, group)
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_requests=1).limits()
     begin_request(table, 0, work=0, now=NOW)
     rows = EndpointHeadroom(table, limits, NOW, stages).rows_for(WANTED)

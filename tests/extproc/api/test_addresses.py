@@ -14,9 +14,9 @@ from extproc.api.addresses import (
     parse_networks,
     parse_target,
 )
+from extproc.api.config_loader import load_snapshot
 from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import GatewayConfigSpec, unreachable_listener
-from extproc.api.load import load_snapshot
 
 GATEWAY = """apiVersion: attache.dev/v1alpha1
 kind: GatewayConfig
@@ -81,7 +81,7 @@ def test_advice_is_sought_for_mistakes_alone(monkeypatch: pytest.MonkeyPatch) ->
         sought.append(text)
         return f"{text}, {takes_names}"
 
-    monkeypatch.setattr(addresses, "no_address", no_address)
+    monkeypatch.setattr(addresses, "address_hint", no_address)
     assert parse_endpoint("10.0.0.1:8000") == ("10.0.0.1", 8000, True)
     assert parse_endpoint("[fd00::1]:8000") == ("fd00::1", 8000, True)
     assert sought == []

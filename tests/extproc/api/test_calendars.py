@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.api.calendars import Window, WindowKind, changes_of_offset, offset_s, window_of, zone_of
+from extproc.api.calendars import (
+    CalendarWindow,
+    WindowKind,
+    calendar_window,
+    parse_time_zone,
+    utc_offset_changes,
+    utc_offset_s,
+)
 from tests.examples import examples
 
 KINDS: tuple[WindowKind, ...] = ("Hour", "Day", "Week", "Month")
@@ -61,22 +68,22 @@ def walked_end(at_s: int, kind: WindowKind, zone: tzinfo) -> int:
 @settings(max_examples=examples(300))
 @given(st.sampled_from(ZONES), st.sampled_from(KINDS), st.integers(_1975, _2060))
 def test_windows_tile_time(name: str, kind: WindowKind, at_s: int) -> None:
-    zone = zone_of(name)
-    window = window_of(at_s, kind, zone)
+    zone = parse_time_zone(name)
+    window = calendar_window(at_s, kind, zone)
     assert window.start_s <= at_s < window.end_s
-    assert window_of(window.start_s, kind, zone) == window
-    assert window_of(window.end_s - 1 + 0.999, kind, zone) == window
-    assert window_of(window.end_s, kind, zone).start_s == window.end_s
-    assert window_of(window.start_s - 1, kind, zone).end_s == window.start_s
+    assert calendar_window(window.start_s, kind, zone) == window
+    assert calendar_window(window.end_s - 1 + 0.999, kind, zone) == window
+    assert calendar_window(window.end_s, kind, zone).start_s == window.end_s
+    assert calendar_window(window.start_s - 1, kind, zone).end_s == window.start_s
 
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from(ZONES), st.sampled_from(("Hour", "Day", "Week")), st.integers(_1975, _2060))
 def test_a_window_ends_when_calendars_show_the_next_one(name: str, kind: WindowKind, at_s: int) -> None:
-    zone = zone_of(name)
+    zone = parse_time_zone(name)
     # from its beginning, where the walk cannot be inside of an hour that is shown twice
-    start_s = window_of(at_s, kind, zone).start_s
-    assert window_of(at_s, kind, zone).end_s == walked_end(start_s, kind, zone)
+    start_s = calendar_window(at_s, kind, zone).start_s
+    assert calendar_window(at_s, kind, zone).end_s == walked_end(start_s, kind, zone)
 
 
 def at(text: str) -> int:
@@ -107,26 +114,26 @@ def at(text: str) -> int:
     ],
 )
 def test_days_on_which_clocks_are_set(zone: str, kind: WindowKind, inside: str, start: str, end: str) -> None:
-    assert window_of(at(inside), kind, zone_of(zone)) == Window(at(start), at(end))
+    assert calendar_window(at(inside), kind, parse_time_zone(zone)) == CalendarWindow(at(start), at(end))
 
 
 @pytest.mark.parametrize("name", ["Europe/Nowhere", "../../etc/passwd", "/etc/passwd", "Europe", "", "a" * 300, "a\0b"])
 def test_a_zone_that_is_none_is_a_mistake(name: str) -> None:
     with pytest.raises(ValueError, match="no time zone that this machine knows"):
-        zone_of(name)
+        parse_time_zone(name)
 
 
 def test_utc_needs_no_file() -> None:
-    assert zone_of("UTC") is UTC
+    assert parse_time_zone("UTC") is UTC
 
 
 @settings(max_examples=examples(30))
 @given(st.sampled_from(ZONES), st.integers(_1975, _2060), st.integers(1, 400 * 86_400))
 def test_changes_of_the_offset_are_those_that_a_walk_finds(name: str, start_s: int, length_s: int) -> None:
-    zone, end_s = zone_of(name), start_s + length_s
-    changes = changes_of_offset(zone, start_s, end_s)
-    assert changes[0] == (start_s, offset_s(start_s, zone))
+    zone, end_s = parse_time_zone(name), start_s + length_s
+    changes = utc_offset_changes(zone, start_s, end_s)
+    assert changes[0] == (start_s, utc_offset_s(start_s, zone))
     for at_s, offset in changes[1:]:
-        assert offset_s(at_s, zone) == offset != offset_s(at_s - 1, zone)
+        assert utc_offset_s(at_s, zone) == offset != utc_offset_s(at_s - 1, zone)
     for at_s in range(start_s, end_s, 21_600):
-        assert [offset for since_s, offset in changes if since_s <= at_s][-1] == offset_s(at_s, zone)
+        assert [offset for since_s, offset in changes if since_s <= at_s][-1] == utc_offset_s(at_s, zone)

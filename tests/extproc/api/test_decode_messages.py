@@ -7,10 +7,10 @@ import json
 
 import pytest
 
+from extproc.api.config_loader import load_snapshot
 from extproc.api.decode import decode
-from extproc.api.documents import Document
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_snapshot
+from extproc.api.yaml_documents import Document
 
 TEXT = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer

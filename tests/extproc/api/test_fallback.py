@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.fallback import CONDITIONS, STATUSES, FallbackRetry, attempts_name
+from extproc.api.fallback import CONDITIONS, STATUSES, FallbackRetry, attempts_route_name
 from extproc.api.quantities import Duration
 from tests.extproc.scenes import configuration, endpoints
 
@@ -66,13 +66,13 @@ def test_routes_of_envoy_differ_by_what_attempts_share() -> None:
         routes={"chat": "rules: [{targetModels: [{modelServerName: a}], fallback: [{modelServerName: b}]}]"},
     )
     policy, rule = snapshot.servers[0].spec.traffic_policy, snapshot.routes[0].spec.rules[0]
-    plain = attempts_name(policy, rule.fallback, rule.fallback_retry)
-    idle = attempts_name(policy, rule.fallback, FallbackRetry(idle_timeout=Duration("5s")))
-    budget = attempts_name(policy, rule.fallback, FallbackRetry(min_concurrency=50))
+    plain = attempts_route_name(policy, rule.fallback, rule.fallback_retry)
+    idle = attempts_route_name(policy, rule.fallback, FallbackRetry(idle_timeout=Duration("5s")))
+    budget = attempts_route_name(policy, rule.fallback, FallbackRetry(min_concurrency=50))
     assert plain == "1800.0s/connect+timeout+overloaded+server-error"
     assert idle == f"{plain}/5.0s"
     assert budget == plain
     refusing = msgspec.structs.replace(rule.fallback[0], on=("content-policy", *rule.fallback[0].on))
-    assert attempts_name(policy, (*rule.fallback, refusing), rule.fallback_retry) == f"{plain}+content-policy"
+    assert attempts_route_name(policy, (*rule.fallback, refusing), rule.fallback_retry) == f"{plain}+content-policy"
     # nor is it the name of a route without fallbacks
     assert plain != policy.route

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.addresses import worker_addresses
+from extproc.api.config_loader import load_snapshot
 from extproc.api.decode import decode
-from extproc.api.documents import split_documents
 from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import GatewayConfigSpec, UsageLog, unreachable_listener
-from extproc.api.load import load_snapshot
+from extproc.api.yaml_documents import split_documents
 from extproc.cli.check import main
 
 if TYPE_CHECKING:

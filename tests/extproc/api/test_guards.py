@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from extproc.api.config_loader import load_snapshot
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_snapshot
 from extproc.api.snapshot import failure_mode_of
 
 HEAD = "apiVersion: attache.dev/v1alpha1\nmetadata: {name: llama}\n"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from extproc.admission.identity import CacheIsolation, Caller, Identities
+from extproc.admission.budget_usage import UsageRollupRow
+from extproc.admission.identity import CacheIsolation, Caller, IdentityResolver
 from extproc.admission.limits import Usage
-from extproc.admission.spent_budgets import RolledUp
+from extproc.api.config_loader import load_snapshot
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_snapshot
 from extproc.api.snapshot import Snapshot, limits_without_redis
 from extproc.cli.check import budgets_without_identity, mixed_currencies
-from extproc.core.queue import AdmissionController
+from extproc.core.flow_control import AdmissionController
 from tests.controller.gateway.compile.test_gateway_config_credentials import digest
 
 WHEN = "2026-11-23T12:00:00Z"
@@ -53,9 +53,9 @@ def test_keys_of_the_store_stand_behind_those_of_the_gateway() -> None:
 def test_while_a_key_is_rotated_two_digests_are_one_caller() -> None:
     found = snapshot(key(previous={"keySHA256": digest("sk-0"), "until": WHEN}))
     assert api_keys(found)[1:] == [("web", digest("sk-1")), ("web", digest("sk-0"))]
-    caller = Identities(found).caller({"x-attache-client": "web"}, server="default/chat")
+    caller = IdentityResolver(found).resolve_caller({"x-attache-client": "web"}, server="default/chat")
     assert (caller.tenant, caller.api_key, caller.key_id) == ("acme", "web", f"{1:012x}")
-    other = Identities(found).caller({"x-attache-client": "ops"}, server="default/chat")
+    other = IdentityResolver(found).resolve_caller({"x-attache-client": "ops"}, server="default/chat")
     assert other.key_id == digest("sk-ops-0123")[:12]
 
 
@@ -112,8 +112,8 @@ def test_a_key_is_charged_by_its_own_limits_and_budgets_alone() -> None:
     found = snapshot(key(**limits), key("twin", 2, **limits), key("free", 3))
     admission = AdmissionController(rng=random.Random(0))
     admission.apply(found, {})
-    assert admission.limits_any
-    budgets = admission.budgets_of("default/any")
+    assert admission.has_limits
+    budgets = admission.budgets_of_route("default/any")
     # equal budgets are one, with an account for each key
     ((budget,),) = budgets.groups()
     usage = Usage(1.0, 1.0)
@@ -126,10 +126,10 @@ def test_a_key_is_charged_by_its_own_limits_and_budgets_alone() -> None:
     assert list(admission.key_limits) == ["web", "twin"]
     # rows tell what each of them has used before a start
     (query,) = admission.usage_queries(NOON_S)
-    assert (query.window, query.dimensions) == (budget.window(NOON_S), {"tenant", "key"})
-    spent = admission.spent_by_rows(query, NOON_S)
-    spent.add(RolledUp(tenant="acme", key="web", input_tokens=4))
-    spent.add(RolledUp(tenant="acme", key="free", input_tokens=5))
+    assert (query.window, query.dimensions) == (budget.open_window(NOON_S), {"tenant", "key"})
+    spent = admission.remaining_budgets(query, NOON_S)
+    spent.add_row(UsageRollupRow(tenant="acme", key="web", input_tokens=4))
+    spent.add_row(UsageRollupRow(tenant="acme", key="free", input_tokens=5))
     local, shared = spent.levels()
     levels = {one.key: one.limit.capacity - one.level for one in local if one.limit.capacity == 9}
     assert (list(levels.values()), set(levels) < set(charged["web"]), shared) == ([4.0], True, [])

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.api.config_loader import load_snapshot
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_snapshot
 from extproc.api.model_server import AdapterSource
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.api.config_loader import load_snapshot
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_snapshot
 
 if TYPE_CHECKING:
     from extproc.api.admission import FlowControl

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.pricing import HourlyPrice, Price, Rates, Tier, TokenCounts, compile_prices, cost_micros
+from extproc.api.pricing import HourlyPrice, Price, Rates, RateTier, TokenCounts, compile_prices, cost_micros
 from extproc.api.quantities import Money, money_text
 from tests.extproc.scenes import configuration
 
@@ -47,7 +47,7 @@ def test_what_a_request_costs(tokens: TokenCounts, micros: int) -> None:
 
 
 def test_a_long_prompt_costs_what_its_tier_says() -> None:
-    tiers = (Tier(1000, Rates(input=5_000_000)), Tier(2000, Rates(input=7_000_000)))
+    tiers = (RateTier(1000, Rates(input=5_000_000)), RateTier(2000, Rates(input=7_000_000)))
     price = Price("p", "USD", Rates(input=1_000_000), request=10, tiers=tiers)
     assert [cost_micros(price, TokenCounts(input=count)) for count in (1000, 1001, 2000, 2001)] == [
         1010,
@@ -117,7 +117,7 @@ def test_the_price_in_force_changes_at_its_instant() -> None:
         ]
     )
     prices = compile_prices(snapshot.servers[0].spec.pricing)
-    before, after = prices.at(december - 1e-3), prices.at(december)
+    before, after = prices.price_at(december - 1e-3), prices.price_at(december)
     assert isinstance(before, Price)
     assert isinstance(after, Price)
     assert (before.currency, after.currency) == ("USD", "EUR")
@@ -128,7 +128,7 @@ def test_the_price_in_force_changes_at_its_instant() -> None:
 
 def test_ids_follow_the_content() -> None:
     one, same, other = (
-        compile_prices(priced([{"perMillion": {"input": amount}}]).servers[0].spec.pricing).at(0.0)
+        compile_prices(priced([{"perMillion": {"input": amount}}]).servers[0].spec.pricing).price_at(0.0)
         for amount in ("2.5", 2.50, "2.51")
     )
     assert one == same
@@ -138,7 +138,7 @@ def test_ids_follow_the_content() -> None:
 
 
 def test_an_hourly_price_keeps_its_amount() -> None:
-    assert compile_prices(priced([{"perHour": "3.20"}]).servers[0].spec.pricing).at(0.0) == HourlyPrice(
+    assert compile_prices(priced([{"perHour": "3.20"}]).servers[0].spec.pricing).price_at(0.0) == HourlyPrice(
         "USD", 3_200_000
     )
 

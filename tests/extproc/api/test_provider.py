@@ -7,13 +7,13 @@ from typing import Final, get_args
 
 import pytest
 
+from extproc.api.config_loader import load_snapshot
+from extproc.api.dns_resolution import with_addresses
 from extproc.api.errors import ConfigInvalid
-from extproc.api.host_names import with_addresses
-from extproc.api.load import load_snapshot
 from extproc.api.model_server import ServedApi
 from extproc.api.provider import Provider
-from extproc.api.snapshot import wanted_descriptors
-from extproc.protocol import APIS_BY_NAME, APIS_BY_PATH, paths_of
+from extproc.api.snapshot import needed_file_descriptors
+from extproc.wire_protocol import APIS_BY_NAME, APIS_BY_PATH, paths_of
 
 KEYED = "connection: {apiKeyFile: a.key}, apis: [Messages]"
 
@@ -173,7 +173,7 @@ def test_its_name_becomes_addresses_with_the_name_of_its_certificate() -> None:
 def test_nothing_is_read_of_it_but_the_load_that_it_reports(provider: str, more: str, interval_s: float) -> None:
     snapshot = load_snapshot(documents(provider, MESSAGES + more))
     assert snapshot.servers[0].spec.report_interval_s == interval_s
-    assert wanted_descriptors(snapshot) == (1 if interval_s else 0)
+    assert needed_file_descriptors(snapshot) == (1 if interval_s else 0)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attache.__main__ import main
-from extproc.api.load import load_snapshot
-from extproc.api.snapshot import decided_by_extproc, failure_mode_of
+from extproc.api.config_loader import load_snapshot
+from extproc.api.snapshot import failure_mode_of, settings_enforced_by_extproc
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,14 +72,14 @@ NOT_UNDONE = [
 @pytest.mark.parametrize(("text", "what"), UNDONE)
 def test_a_directory_with_decisions_to_get_round_is_closed_by_default(text: bytes, what: str) -> None:
     snapshot = load_snapshot({"a.yaml": text})
-    assert decided_by_extproc(snapshot) == [what]
+    assert settings_enforced_by_extproc(snapshot) == [what]
     assert failure_mode_of(snapshot) == "Close"
 
 
 @pytest.mark.parametrize("text", NOT_UNDONE)
 def test_a_directory_without_them_is_open(text: bytes) -> None:
     snapshot = load_snapshot({"a.yaml": text})
-    assert decided_by_extproc(snapshot) == []
+    assert settings_enforced_by_extproc(snapshot) == []
     assert failure_mode_of(snapshot) == "Open"
 
 

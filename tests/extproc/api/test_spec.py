@@ -7,9 +7,9 @@ import msgspec.inspect
 import pytest
 
 from extproc.api.decode import decode
-from extproc.api.documents import Document
 from extproc.api.kinds import DOCUMENT_KINDS
-from extproc.api.spec import ADVICE, Metadata, full_key, namespace_of
+from extproc.api.spec import ADVICE, Metadata, namespace_of, qualified_key
+from extproc.api.yaml_documents import Document
 
 
 def test_a_key_is_namespace_and_name() -> None:
@@ -20,7 +20,7 @@ def test_a_key_is_namespace_and_name() -> None:
 
 @pytest.mark.parametrize(("text", "key"), [("llama", "default/llama"), ("models/llama", "models/llama")])
 def test_a_name_alone_is_in_the_default_namespace(text: str, key: str) -> None:
-    assert full_key(text) == key
+    assert qualified_key(text) == key
 
 
 @pytest.mark.parametrize("value", ["a b", "-a", "a\\n", "a/b", "\\0", "é"])

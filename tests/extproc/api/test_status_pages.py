@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.api.status_pages import Demand, ServerDemand, changed_since, complete_status
+from extproc.api.status_pages import Demand, ServerDemand, changed_since, complete_demand
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,7 @@ def test_each_page_is_known_from_what_is_told_of_it(
         if told is not None and data.draw(st.booleans(), label="is not told"):
             continue
         line = page if told is None else changed_since(page, told)
-        known = complete_status(msgspec.json.decode(msgspec.json.encode(line), type=Demand), known)
+        known = complete_demand(msgspec.json.decode(msgspec.json.encode(line), type=Demand), known)
         told = page
         assert known == page
 
@@ -49,8 +49,8 @@ def test_each_page_is_known_from_what_is_told_of_it(
 def test_what_does_not_go_on_from_what_is_known_is_not_taken() -> None:
     first, second, third = pages_of([("x", {"a": 1, "b": 1}), ("x", {"a": 2, "b": 1}), ("x", {"a": 2, "b": 2})])
     assert list(changed_since(third, second).servers) == ["b"]
-    assert complete_status(changed_since(third, second), first) is None
-    assert complete_status(changed_since(third, second), None) is None
-    assert complete_status(Demand("x", 2, 2.0, {"c": ServerDemand()}, since=1), first) is None
+    assert complete_demand(changed_since(third, second), first) is None
+    assert complete_demand(changed_since(third, second), None) is None
+    assert complete_demand(Demand("x", 2, 2.0, {"c": ServerDemand()}, since=1), first) is None
     # another process has numbers of its own
-    assert complete_status(Demand("y", 2, 2.0, since=1), first) is None
+    assert complete_demand(Demand("y", 2, 2.0, since=1), first) is None

@@ -190,9 +190,9 @@ def test_more_levels_of_limits_than_are_remembered_are_noted(check: Check, monke
 
 def test_more_endpoints_than_prompts_are_remembered_of_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 101)]
-    monkeypatch.setattr("extproc.prefix.index.MOST_BLOCKS_IN_ALL", 100 * 16_384)
+    monkeypatch.setattr("extproc.prefix.approximate_index.MOST_BLOCKS_IN_ALL", 100 * 16_384)
     assert check(ModelServer={**SERVER, "endpoints": endpoints}) == []
-    monkeypatch.setattr("extproc.prefix.index.MOST_BLOCKS_IN_ALL", 100 * 1_000)
+    monkeypatch.setattr("extproc.prefix.approximate_index.MOST_BLOCKS_IN_ALL", 100 * 1_000)
     (note,) = check(ModelServer={**SERVER, "endpoints": endpoints})
     assert "1000 of each instead of 16384" in note
 
@@ -212,7 +212,7 @@ def test_engines_that_are_read_less_often_than_written_are_noted(check: Check, m
     endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 101)]
     assert check(ModelServer={**SERVER, "endpoints": endpoints}) == []
     monkeypatch.setattr("extproc.api.snapshot.MOST_SCRAPES_PER_S", 250.0)
-    monkeypatch.setattr("extproc.cli.check.hard_limit", lambda: 1_024)
+    monkeypatch.setattr("extproc.cli.check.descriptor_hard_limit", lambda: 1_024)
     reads, descriptors = check(ModelServer={**SERVER, "endpoints": endpoints})
     assert "all intervals are 2 times as long as written (0.2 s is 0.4 s)" in reads
     assert "the engines want 100 file descriptors, and a process may have 1024" in descriptors

@@ -10,8 +10,8 @@ import pytest
 
 from extproc.__main__ import main
 from extproc.api.status_pages import ObjectiveCounts
-from extproc.cli.slo import joined, render
-from tests.extproc.cli.test_system import answering, page
+from extproc.cli.slo import merge_attainments, render
+from tests.extproc.cli.test_common import answering, page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ def counted(*hours: tuple[int, int, int], excluded: int = 0) -> ObjectiveCounts:
 
 
 def shown(*counts: ObjectiveCounts, worst: int = 3) -> list[str]:
-    return render(joined(counts), now_s=NOW_S, worst=worst)
+    return render(merge_attainments(counts), now_s=NOW_S, worst=worst)
 
 
 def cells(lines: Sequence[str]) -> dict[str, str]:

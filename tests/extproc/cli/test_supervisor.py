@@ -17,14 +17,14 @@ from extproc.cli import supervisor
 from extproc.cli.supervisor import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
-    Child,
     Process,
     Program,
-    Spare,
-    next_pause,
+    SpareProcess,
+    SupervisedProgram,
+    next_restart_pause,
     restart_one_by_one,
 )
-from extproc.notify import NOTIFY_VARIABLE, READY, WATCHDOG_VARIABLE, notify, watchdog_s
+from extproc.sd_notify import NOTIFY_VARIABLE, READY, WATCHDOG_VARIABLE, notify, watchdog_s
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # appends its process id to a file
 RECORDS = """
 import os, signal, sys
-from extproc.notify import ALIVE, READY, STOPPING, notify
+from extproc.sd_notify import ALIVE, READY, STOPPING, notify
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda *_: sys.exit(0))
 with open(sys.argv[1], "a") as file:
@@ -78,7 +78,7 @@ def pids(tmp_path: Path, name: str = "one") -> list[int]:
 
 
 @asynccontextmanager
-async def running(child: Child) -> AsyncIterator[None]:
+async def running(child: SupervisedProgram) -> AsyncIterator[None]:
     run = asyncio.create_task(child.run())
     await child.ready.wait()
     try:
@@ -89,8 +89,8 @@ async def running(child: Child) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def standing_by(tmp_path: Path) -> AsyncIterator[Spare]:
-    spare = Spare(program(tmp_path, WAITS_FOR_LINE), tmp_path)
+async def standing_by(tmp_path: Path) -> AsyncIterator[SpareProcess]:
+    spare = SpareProcess(program(tmp_path, WAITS_FOR_LINE), tmp_path)
     run = asyncio.create_task(spare.run())
     await eventually(lambda: spare.is_waiting)
     try:
@@ -113,11 +113,11 @@ def is_running(pid: int) -> bool:
     [(0.0, 0.1, FIRST_PAUSE_S), (0.2, 0.1, 0.4), (8.0, 1.0, LONGEST_PAUSE_S), (8.0, 11.0, FIRST_PAUSE_S)],
 )
 def test_pauses_double_until_a_program_has_lived_for_a_while(pause_s: float, lived_s: float, after_s: float) -> None:
-    assert next_pause(pause_s, lived_s=lived_s) == after_s
+    assert next_restart_pause(pause_s, lived_s=lived_s) == after_s
 
 
 async def test_a_program_that_is_killed_is_started_again_and_ready_again(tmp_path: Path) -> None:
-    child = Child(program(tmp_path), tmp_path)
+    child = SupervisedProgram(program(tmp_path), tmp_path)
     async with running(child):
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
         await eventually(lambda: len(pids(tmp_path)) == 2)
@@ -126,7 +126,7 @@ async def test_a_program_that_is_killed_is_started_again_and_ready_again(tmp_pat
 
 
 async def test_a_program_that_cannot_start_at_all_is_given_up(tmp_path: Path) -> None:
-    child = Child(program(tmp_path, "raise SystemExit(2)"), tmp_path)
+    child = SupervisedProgram(program(tmp_path, "raise SystemExit(2)"), tmp_path)
     assert await child.run() == 2
     assert not child.ready.is_set()
 
@@ -136,7 +136,7 @@ async def test_a_program_that_is_not_needed_is_tried_again_though_it_cannot_star
     script = (
         f"import pathlib; one = pathlib.Path({str(marker)!r})\nif not one.exists(): one.touch(); raise SystemExit(2)"
     )
-    child = Child(program(tmp_path, f"{script}\n{WAITS}"), tmp_path, is_needed=False)
+    child = SupervisedProgram(program(tmp_path, f"{script}\n{WAITS}"), tmp_path, is_needed=False)
     async with running(child):
         await child.ready.wait()
     assert marker.exists()
@@ -144,7 +144,7 @@ async def test_a_program_that_is_not_needed_is_tried_again_though_it_cannot_star
 
 async def test_a_program_that_was_ready_once_is_tried_again_though_it_cannot_start(tmp_path: Path) -> None:
     ends = WAITS.replace("while True", "if len(open(sys.argv[1]).readlines()) < 3:\n    sys.exit(2)\nwhile True")
-    child = Child(program(tmp_path, ends), tmp_path)
+    child = SupervisedProgram(program(tmp_path, ends), tmp_path)
     run = asyncio.create_task(child.run())
     await eventually(lambda: len(pids(tmp_path)) == 3)
     await child.ready.wait()
@@ -155,7 +155,7 @@ async def test_a_program_that_was_ready_once_is_tried_again_though_it_cannot_sta
 async def test_a_successor_is_ready_before_its_predecessor_is_told_to_leave(tmp_path: Path) -> None:
     # it leaves only when told
     stays = WAITS.replace("(signal.SIGTERM, signal.SIGUSR1)", "[signal.SIGUSR1]")
-    first, second = (Child(program(tmp_path, stays, name), tmp_path) for name in ("one", "two"))
+    first, second = (SupervisedProgram(program(tmp_path, stays, name), tmp_path) for name in ("one", "two"))
     runs = [asyncio.create_task(child.run()) for child in (first, second)]
     for child in (first, second):
         await child.ready.wait()
@@ -173,7 +173,7 @@ async def test_a_successor_that_cannot_start_leaves_the_predecessor_as_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     once = WAITS.replace("notify(READY", "if len(open(sys.argv[1]).readlines()) > 1:\n    sys.exit(2)\nnotify(READY")
-    child = Child(program(tmp_path, once), tmp_path)
+    child = SupervisedProgram(program(tmp_path, once), tmp_path)
     async with running(child):
         await child.restart()
         assert child.ready.is_set()
@@ -185,7 +185,7 @@ async def test_a_process_that_reports_that_it_stops_has_a_successor_while_it_run
     drains = WAITS.replace(
         "for number", "signal.signal(signal.SIGHUP, lambda *_: notify(STOPPING, os.environ))\nfor number"
     )
-    child = Child(program(tmp_path, drains), tmp_path)
+    child = SupervisedProgram(program(tmp_path, drains), tmp_path)
     async with running(child):
         os.kill(pids(tmp_path)[0], signal.SIGHUP)
         await eventually(lambda: len(pids(tmp_path)) == 2)
@@ -196,7 +196,7 @@ async def test_a_process_that_reports_that_it_stops_has_a_successor_while_it_run
 async def test_a_process_that_hangs_is_killed_and_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    child = Child(program(tmp_path, REPORTS), tmp_path)
+    child = SupervisedProgram(program(tmp_path, REPORTS), tmp_path)
     async with running(child):
         os.kill(pids(tmp_path)[0], signal.SIGSTOP)
         await eventually(lambda: len(pids(tmp_path)) == 2)
@@ -208,7 +208,7 @@ async def test_a_process_may_take_its_time_to_stop_and_is_killed_if_it_hangs_mea
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "_SILENCE_S", 2.0)
-    child = Child(program(tmp_path, DRAINS), tmp_path)
+    child = SupervisedProgram(program(tmp_path, DRAINS), tmp_path)
     async with running(child):
         (stopping,) = pids(tmp_path)
         os.kill(stopping, signal.SIGUSR1)
@@ -228,7 +228,7 @@ async def test_a_process_that_hangs_before_its_first_report_is_killed_and_starte
 ) -> None:
     monkeypatch.setattr(supervisor, "_START_S", 2.0)
     monkeypatch.setattr(supervisor, "_COMPUTING_COUNTS", 0.5)
-    child = Child(watched(tmp_path, hangs), tmp_path)
+    child = SupervisedProgram(watched(tmp_path, hangs), tmp_path)
     async with running(child):
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
         await eventually(lambda: len(pids(tmp_path)) == 3)
@@ -243,7 +243,7 @@ async def test_a_process_may_compute_for_longer_before_its_first_report(
     """As one that loads a large configuration."""
     monkeypatch.setattr(supervisor, "_START_S", 2.0)
     computes = "import time\n    while time.process_time() < 3.0: pass"
-    child = Child(watched(tmp_path, computes), tmp_path)
+    child = SupervisedProgram(watched(tmp_path, computes), tmp_path)
     async with running(child):
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
         await eventually(lambda: len(pids(tmp_path)) == 2)
@@ -256,7 +256,7 @@ async def test_a_successor_that_hangs_before_its_first_report_leaves_the_predece
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "_START_S", 2.0)
-    child = Child(watched(tmp_path, HANGS), tmp_path)
+    child = SupervisedProgram(watched(tmp_path, HANGS), tmp_path)
     async with running(child):
         await child.restart()
         assert child.ready.is_set()
@@ -269,7 +269,7 @@ async def test_a_predecessor_that_hangs_while_its_successor_starts_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "_SILENCE_S", 2.0)
-    child = Child(watched(tmp_path, HANGS), tmp_path)
+    child = SupervisedProgram(watched(tmp_path, HANGS), tmp_path)
     async with running(child):
         restart = asyncio.create_task(child.restart())
         await eventually(lambda: len(pids(tmp_path)) == 2)
@@ -290,10 +290,10 @@ async def test_a_spare_process_that_hangs_before_it_is_taken_is_killed_then(
     monkeypatch.setattr(supervisor, "_START_S", 2.0)
     first = msgspec.structs.replace(program(tmp_path, REPORTS), spare_input="one", is_watched=True)
     waits = f"{RECORDS}\nsys.stdin.readline() or sys.exit(0)\n{REPORTS}"
-    spare = Spare(program(tmp_path, waits, "spare"), tmp_path)
+    spare = SpareProcess(program(tmp_path, waits, "spare"), tmp_path)
     run = asyncio.create_task(spare.run())
     await eventually(lambda: spare.is_waiting and len(pids(tmp_path, "spare")) == 1)
-    child = Child(first, tmp_path, spare=spare)
+    child = SupervisedProgram(first, tmp_path, spare=spare)
     hung = pids(tmp_path, "spare")[0]
     os.kill(hung, signal.SIGSTOP)
 
@@ -312,7 +312,7 @@ async def test_a_spare_process_that_hangs_before_it_is_taken_is_killed_then(
 
 
 async def test_a_spare_process_that_hangs_delays_no_end(tmp_path: Path) -> None:
-    spare = Spare(program(tmp_path, f"{RECORDS}\nsys.stdin.readline()"), tmp_path)
+    spare = SpareProcess(program(tmp_path, f"{RECORDS}\nsys.stdin.readline()"), tmp_path)
     run = asyncio.create_task(spare.run())
     await eventually(lambda: len(pids(tmp_path)) == 1)
     os.kill(pids(tmp_path)[0], signal.SIGSTOP)
@@ -324,7 +324,7 @@ async def test_a_spare_process_takes_the_place_of_one_that_is_killed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with standing_by(tmp_path) as spare:
-        child = Child(
+        child = SupervisedProgram(
             msgspec.structs.replace(program(tmp_path, "raise SystemExit(2)"), spare_input="one"), tmp_path, spare=spare
         )
         async with running(child):
@@ -340,7 +340,11 @@ async def test_a_process_that_cannot_be_started_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There may be no memory, or no process, for a moment."""
-    child, start, failures = Child(program(tmp_path), tmp_path), Process.start, [OSError("full"), OSError("full")]
+    child, start, failures = (
+        SupervisedProgram(program(tmp_path), tmp_path),
+        Process.start,
+        [OSError("full"), OSError("full")],
+    )
 
     async def fails_twice(one: Program, folder: Path) -> Process:
         if failures:
@@ -360,11 +364,11 @@ async def test_the_life_of_a_spare_process_begins_when_it_is_taken(tmp_path: Pat
         taken = spare.pop_process(msgspec.structs.replace(program(tmp_path), spare_input="one"))
         assert taken is not None
         assert taken.lived_s < 1.0
-        taken.send(signal.SIGTERM)
+        taken.send_signal(signal.SIGTERM)
 
 
 async def test_a_spare_process_that_ends_is_replaced(tmp_path: Path) -> None:
-    spare = Spare(program(tmp_path, f"{RECORDS}\nsys.stdin.readline()"), tmp_path)
+    spare = SpareProcess(program(tmp_path, f"{RECORDS}\nsys.stdin.readline()"), tmp_path)
     run = asyncio.create_task(spare.run())
     for count in (1, 2):
         await eventually(lambda count=count: len(pids(tmp_path)) == count)

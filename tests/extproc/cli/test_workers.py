@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from extproc.cli import supervisor
 from extproc.cli.workers import _supervise
-from extproc.ports import listen
+from extproc.listen_sockets import listen
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

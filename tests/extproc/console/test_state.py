@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import pytest
 
-from extproc.console.state import Facts, ProcessView, Query, console_state
+from extproc.console.state import ConsoleInputs, ConsoleQuery, ProcessView, console_state
 from extproc.core.core import Core
 from extproc.core.effects import CacheLookup
 from extproc.core.states import State
@@ -37,8 +37,8 @@ def at_once(steps: Generator[None, None, Result]) -> Result:
 
 def state_of(gateway: Gateway, **query: object) -> ConsoleState:
     metrics = gateway.metrics
-    facts = Facts(PROCESS, gateway.report, metrics.outcomes(), metrics.admission.tenant_counts())
-    return at_once(console_state(gateway.core, facts, Query(**query), gateway.now))  # type: ignore[arg-type]
+    facts = ConsoleInputs(PROCESS, gateway.report, metrics.outcomes(), metrics.admission.tenant_counts())
+    return at_once(console_state(gateway.core, facts, ConsoleQuery(**query), gateway.now))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def test_routes_with_a_response_cache_show_its_hits() -> None:
     )
     for result, why in (("hit", ""), ("miss", ""), ("miss", ""), ("bypass", "tools"), ("bypass", "size")):
         gateway.metrics.caches.count(CacheLookup("default/asked", result, why))  # type: ignore[arg-type]
-    facts = Facts(PROCESS, gateway.report, {}, (), gateway.metrics.caches.lookups())
-    state = at_once(console_state(gateway.core, facts, Query(), gateway.now))
+    facts = ConsoleInputs(PROCESS, gateway.report, {}, (), gateway.metrics.caches.lookups())
+    state = at_once(console_state(gateway.core, facts, ConsoleQuery(), gateway.now))
     found = {one.name: (one.cache_lookups, one.cache_hits) for one in state.routes}
     assert found == {"default/asked": (3, 1), "default/new": (0, 0), "default/plain": (None, None)}
 
@@ -129,7 +129,7 @@ def test_a_route_with_much_in_it_is_shown_in_part() -> None:
 def test_limits_show_the_fullest_buckets(gateway: Gateway) -> None:
     state = state_of(gateway)
     assert [one.used_share for one in state.buckets] == sorted((one.used_share for one in state.buckets), reverse=True)
-    levels = {one.key: one.level for one in gateway.core.admission.limits.peek(gateway.now, 100)}
+    levels = {one.key: one.level for one in gateway.core.admission.limits.recent_levels(gateway.now, 100)}
     for one in state.buckets:
         assert one.left == levels[f"{one.route}/{one.limit}/{one.resource}/{one.subject}"]
     assert len(state.buckets) == len(levels) == 6
@@ -163,8 +163,8 @@ def test_unknown_values_are_last_in_either_order(gateway: Gateway, *, descending
 def test_a_process_without_anything_has_a_state() -> None:
     core = Core(configuration(servers={"one": "endpoints: []"}), rng=random.Random(0), ticket_prefix="t")
     gateway = demo_gateway()
-    facts = Facts(PROCESS, gateway.report, {}, ())
-    state = at_once(console_state(core, facts, Query(), 0.0))
+    facts = ConsoleInputs(PROCESS, gateway.report, {}, ())
+    state = at_once(console_state(core, facts, ConsoleQuery(), 0.0))
     assert state.total.engines == 0
     assert state.servers[0].kv_usage is None
     assert state.engines == ()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from extproc.admission.local_limits import LocalLimits
-from extproc.core import running
+from extproc.core import running_requests
 from extproc.core.core import Core
 from extproc.core.effects import (
     AbortDecode,
@@ -28,17 +28,17 @@ from extproc.core.effects import (
     CancelPrefill,
     Decision,
     Effect,
-    Held,
     LoadAdapter,
     Prefill,
     PrefillEnded,
+    RequestHeld,
     RequestRefused,
     RequestSettled,
     SettleGrant,
     WakeAt,
 )
 from extproc.core.guards import GuardFailed, GuardReply
-from extproc.core.peers import (
+from extproc.core.peer_events import (
     SILENCE_S,
     EventBatch,
     LimitSpent,
@@ -48,9 +48,9 @@ from extproc.core.peers import (
     RequestPrefilled,
     RequestStarted,
 )
-from extproc.core.record import AdapterLoadResult, Head, Outcome, PrefillResult
+from extproc.core.request_record import AdapterLoadResult, Outcome, PrefillResult, RequestHead
 from extproc.core.states import IN_FLIGHT, TRANSITIONS, WAITING, Event, State
-from extproc.engines.answers import LoadProblem
+from extproc.engines.engine_responses import AdapterLoadProblem
 from extproc.errors import RateLimited, Refusal
 from tests.extproc.core.setting import (
     GATES,
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from extproc.admission.limits import Grant, Usage
     from extproc.core.effects import RequestEffect
     from extproc.core.pipeline import Answer
-    from extproc.core.record import Run
+    from extproc.core.request_record import DispatchedRequest
     from extproc.endpoints.table import EndpointRef
 
 GUARD_ANSWERS = {
@@ -84,13 +84,13 @@ _NOT_SETTLED = {State.PREFILLING, State.RUNNING, State.ENDED}
 _MOST_TICKS = 500
 
 
-def engines_of(run: Run) -> list[EndpointRef]:
+def engines_of(run: DispatchedRequest) -> list[EndpointRef]:
     """Those at which it counts."""
     prefill = run.assignment.prefill
     return [run.assignment.endpoint] if prefill is None else [run.assignment.endpoint, prefill]
 
 
-def demand_of(run: Run, state: State) -> list[tuple[str, float]]:
+def demand_of(run: DispatchedRequest, state: State) -> list[tuple[str, float]]:
     """The engines that have it, and its tokens there, as autoscalers read it: the decode engine after the prefill."""
     assignment = run.assignment
     found = [] if state is State.PREFILLING else [(assignment.endpoint.address, assignment.tokens)]
@@ -105,7 +105,7 @@ class Life:
     def __init__(self, reached: Counter[tuple[State, Event]], pairs: str = "") -> None:
         self.reached, self.pairs = reached, pairs
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(running, "MOST_ENDED", MOST_ENDED)
+        self.patch.setattr(running_requests, "MOST_ENDED", MOST_ENDED)
         # a step has failed: the end would fail, too, and hide why
         self.has_failed = False
         self.now = 0.0
@@ -116,7 +116,7 @@ class Life:
         self.store = LocalLimits()
         self.unsettled: list[Grant] = []
         # own requests: whose streams wait for something, which were sent and are not closed, all that there were
-        self.pending: dict[str, AskLimits | AskGuard | AskTokens | Held] = {}
+        self.pending: dict[str, AskLimits | AskGuard | AskTokens | RequestHeld] = {}
         # by when the gateways of held ones are answered, as they were told
         self.answer_by_s: dict[str, float] = {}
         # loads that were asked for and have not ended
@@ -129,7 +129,7 @@ class Life:
         self.decided: list[str] = []
         self.own: list[str] = []
         # what each was granted by this process, and its run, from its decision until it is accounted for
-        self.sent: dict[str, tuple[tuple[Grant, ...], Run]] = {}
+        self.sent: dict[str, tuple[tuple[Grant, ...], DispatchedRequest]] = {}
         # by bucket: what the other workers were told, and what should be gone in the end
         self.spent: defaultdict[str, float] = defaultdict(float)
         self.used: defaultdict[str, float] = defaultdict(float)
@@ -201,14 +201,14 @@ class Life:
             return
         used: Usage = run.reserved if outcome is None else run.used_tokens(outcome)
         for charge in (charge for grant in grants if not grant.is_global for charge in grant.charges):
-            self.used[charge.key] += used.of(charge.resource)
+            self.used[charge.key] += used.amount_of(charge.resource)
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Decision() | RequestRefused():
                     # delivered to a stream that waits, and nobody else
-                    assert isinstance(self.pending.pop(effect.ticket), Held)
+                    assert isinstance(self.pending.pop(effect.ticket), RequestHeld)
                     self.follow(effect)
                 case LoadAdapter():
                     self.asked_to_load(effect)
@@ -250,9 +250,9 @@ class Life:
             assert not is_current or at not in [(ask.address, one) for one in ask.unload]
         self.loads.append(ask)
 
-    def load_ends(self, ask: LoadAdapter, problem: LoadProblem | None = None) -> None:
+    def load_ends(self, ask: LoadAdapter, problem: AdapterLoadProblem | None = None) -> None:
         self.loads.remove(ask)
-        gone = () if problem is LoadProblem.UNREACHABLE else ask.unload
+        gone = () if problem is AdapterLoadProblem.UNREACHABLE else ask.unload
         result = AdapterLoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
         self.happens(None, "", lambda: self.core.on_result(result, self.now))
         self.must_wake()
@@ -268,9 +268,9 @@ class Life:
 
     def follow(self, own: RequestEffect | None) -> None:
         match own:
-            case AskLimits() | AskGuard() | AskTokens() | Held():
+            case AskLimits() | AskGuard() | AskTokens() | RequestHeld():
                 self.pending[own.ticket] = own
-                if isinstance(own, Held):
+                if isinstance(own, RequestHeld):
                     self.answer_by_s[own.ticket] = self.now + own.longest_s
             case Decision():
                 self.decided.append(own.ticket)
@@ -297,9 +297,9 @@ class Life:
         model: str = "m",
     ) -> None:
         headers = {"x-attache-tenant": tenant, "x-urgency": urgency}
-        head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
+        head = RequestHead("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=True)
         for _ in range(count):
-            arrival = self.core.builder.by_model(head, body(words, stream=stream, model=model))
+            arrival = self.core.builder.build_by_model(head, body(words, stream=stream, model=model))
             ticket = f"t-{len(self.own) + 1:x}"
 
             def verb() -> list[Effect]:
@@ -313,7 +313,7 @@ class Life:
             self.seen.append(ticket)
 
     def asking(self) -> list[str]:
-        return [ticket for ticket, one in self.pending.items() if not isinstance(one, Held)]
+        return [ticket for ticket, one in self.pending.items() if not isinstance(one, RequestHeld)]
 
     def all_that_was_asked_for_comes(self) -> None:
         while asking := self.asking():
@@ -397,7 +397,7 @@ class Life:
                 assert record.since_s + 10.0 > self.now, "its client should have been told"
             if record.state is State.AWAITING_ENGINE:
                 assert record.engine_by_s > self.now, "its client should have been told"
-                pool = record.arrived.pool
+                pool = record.pending_arrival.pool
                 assert not pool.readiness.is_whole or pool.name in self.core.admission.gates
             if record.state is State.QUEUED:
                 assert record.queued is not None
@@ -459,7 +459,7 @@ class Life:
         for name in gone:
             del self.heard_at_s[name]
         self.over(ticket for ticket, name in self.elsewhere.items() if name in gone)
-        assert self.core.peer_view.peers == len(self.heard_at_s)
+        assert self.core.peer_view.peer_count == len(self.heard_at_s)
         self.must_wake()
 
     def holds(self) -> None:
@@ -471,7 +471,7 @@ class Life:
 
     def _streams_and_records_agree(self) -> None:
         records = self.core._records.values()
-        assert {ticket for ticket, one in self.pending.items() if isinstance(one, Held)} == {
+        assert {ticket for ticket, one in self.pending.items() if isinstance(one, RequestHeld)} == {
             one.ticket for one in records if one.state in WAITING or one.state is State.PREFILLING
         }
         assert self.legs.keys() == {one.ticket for one in records if one.state is State.PREFILLING}
@@ -488,9 +488,9 @@ class Life:
             (self.core._pipeline.engines._held, everybody),
             *((g.held, [*g.records.values()]) for g in groups),
         ]:
-            tenants = Counter(one.arrived.caller.tenant for one in theirs)
+            tenants = Counter(one.pending_arrival.caller.tenant for one in theirs)
             assert (held.requests, dict(held._requests)) == (len(theirs), dict(tenants))
-            assert held.bytes == held._bytes.total() == sum(len(one.arrived.body) for one in theirs)
+            assert held.bytes == held._bytes.total() == sum(len(one.pending_arrival.body) for one in theirs)
             assert held._bytes.keys() == tenants.keys()
         assert {*self.decided, *self.legs, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
         # beside those that have ended and wait for their outcomes, there is nothing else
@@ -565,7 +565,7 @@ class Life:
         assert not self.pending
         assert not self.core._pipeline.adapters._groups
         for ask in list(self.loads):
-            self.load_ends(ask, LoadProblem.UNREACHABLE)
+            self.load_ends(ask, AdapterLoadProblem.UNREACHABLE)
         for ticket in list(self.decided):
             self.close(ticket, Event.FINISHED)
         self.beat(SILENCE_S + 1)

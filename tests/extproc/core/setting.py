@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from extproc.admission.flows import FlowKey
 from extproc.core.core import Core
-from extproc.core.effects import Broadcast, Decision, Effect, Held, LoadAdapter
-from extproc.core.peers import RequestStarted
-from extproc.core.record import AdapterLoadResult, Head, Outcome, PrefillResult, SentRequest
+from extproc.core.effects import Broadcast, Decision, Effect, LoadAdapter, RequestHeld
+from extproc.core.peer_events import RequestStarted
+from extproc.core.request_record import AdapterLoadResult, Outcome, PrefillResult, RequestHead, SentRequest
 from extproc.core.states import TRANSITIONS, Event, State
 from extproc.endpoints.table import EndpointRef
-from extproc.prefix.index import Tail
+from extproc.prefix.approximate_index import PromptTail
 from extproc.scheduling.pool import Assignment
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from extproc.api.snapshot import Snapshot
-    from extproc.core.peers import PeerEvent
+    from extproc.core.peer_events import PeerEvent
 
 SERVER = "default/llama"
 LOCAL = "{unit: hour, requests: 40, outputTokens: 4000}"
@@ -127,7 +127,7 @@ STARTED = RequestStarted(
         work=100.0,
         tokens=150.0,
     ),
-    sent=SentRequest(chain=[1, 2], tail=Tail(0, 0), prompt_bytes=300, is_streamed=False),
+    sent=SentRequest(chain=[1, 2], tail=PromptTail(0, 0), prompt_bytes=300, is_streamed=False),
     flow=FlowKey("a", "m"),
     service=200.0,
 )
@@ -141,18 +141,18 @@ class Worker:
         self.running: list[str] = []
 
     def starts(self, words: int, now: float, model: str = "m") -> list[PeerEvent]:
-        head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": "a"}, has_body=True, is_trusted=True)
-        arrival = self.core.builder.by_model(head, body(words, stream=False, model=model))
+        head = RequestHead("POST", "/v1/chat/completions", {"x-attache-tenant": "a"}, has_body=True, is_trusted=True)
+        arrival = self.core.builder.build_by_model(head, body(words, stream=False, model=model))
         own, effects = self.core.arrive(arrival, now)
         said = list(effects)
-        if isinstance(own, Held) and own.state is State.LOADING:
+        if isinstance(own, RequestHeld) and own.state is State.LOADING:
             # its engine loads at once
             effects = self.core.tick(now)
             for one in [one for one in effects if isinstance(one, LoadAdapter)]:
                 loaded = AdapterLoadResult(one.server, one.address, one.adapter, unloaded=one.unload)
                 effects += [*self.core.on_result(loaded, now), *self.core.tick(now)]
             said += effects
-        elif isinstance(own, Held) and own.state is State.PREFILLING:
+        elif isinstance(own, RequestHeld) and own.state is State.PREFILLING:
             # its engine answers at once
             said += self.core.on_result(prefilled(own.ticket, now), now)
         self.running += [one.ticket for one in said if isinstance(one, Decision)]

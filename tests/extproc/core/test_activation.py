@@ -10,7 +10,7 @@ import pytest
 
 from extproc.core import activation as awaiting
 from extproc.core.effects import Decision
-from extproc.core.record import Attachment, Head
+from extproc.core.request_record import GatewayProperties, RequestHead
 from extproc.core.states import State
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout
 from tests.extproc.core.zero import ACTIVATION, BIG, GATE, SMALL, Zero, engine
@@ -465,9 +465,9 @@ def test_the_sibling_may_be_one_that_a_new_configuration_brings() -> None:
 
 def test_a_server_that_an_http_route_has_chosen_is_the_one_that_serves() -> None:
     zero = Zero(weights=BOTH)
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+    head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
     body = json.dumps({"model": "chat", "messages": []}).encode()
-    own, effects = zero.core.arrive(zero.core.builder.to_server(SMALL, head, body), zero.now)
+    own, effects = zero.core.arrive(zero.core.builder.build_for_server(SMALL, head, body), zero.now)
     zero.perform(effects)
     zero.have(BIG, engine(9))
     assert own.ticket not in zero.ends
@@ -477,7 +477,7 @@ def test_a_server_that_an_http_route_has_chosen_is_the_one_that_serves() -> None
 
 def test_what_a_gateway_has_limited_to_some_addresses_waits_for_no_new_one() -> None:
     zero = Zero()
-    (ticket,) = zero.ask(attachment=Attachment(subset=["10.0.0.7:8000"]))
+    (ticket,) = zero.ask(attachment=GatewayProperties(subset=["10.0.0.7:8000"]))
     assert isinstance(zero.refusal(ticket), NoEndpoint)
 
 
@@ -494,9 +494,9 @@ def test_it_is_explained_what_a_request_would_wait_for() -> None:
     zero = Zero()
     zero.ask(2)
     zero.passes(10.0)
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+    head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
     body = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    found = zero.core.explain(zero.core.builder.by_model(head, body), zero.now)
+    found = zero.core.explain(zero.core.builder.build_by_model(head, body), zero.now)
     assert found.addresses == ()
     assert found.waits == (
         "no engine is there; the request would wait for one, up to 60s; 2 wait; an engine is expected in 20 s"

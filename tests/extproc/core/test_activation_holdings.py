@@ -8,35 +8,35 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.core.activation import Bounds, Holdings
-from extproc.core.record import Head, Record
+from extproc.core.activation import HeldUsage, WaitBounds
+from extproc.core.request_record import RequestHead, RequestRecord
 from extproc.core.states import State
 from tests.extproc.core.zero import SMALL, Zero, engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
 
-FOUR = Bounds(requests=4, bytes=1_000_000)
+FOUR = WaitBounds(requests=4, bytes=1_000_000)
 
 
 def arrival(tenant: str) -> Arrival:
     core = Zero(small=[engine(1)], more={SMALL: "flowControl: {}"}).core
-    head = Head("POST", "/v1/chat/completions", {"x-attache-tenant": tenant}, has_body=True, is_trusted=True)
-    return core.builder.by_model(head, json.dumps({"model": "chat", "messages": []}).encode())
+    head = RequestHead("POST", "/v1/chat/completions", {"x-attache-tenant": tenant}, has_body=True, is_trusted=True)
+    return core.builder.build_by_model(head, json.dumps({"model": "chat", "messages": []}).encode())
 
 
-def held(**counts: int) -> tuple[Holdings, list[Record]]:
+def held(**counts: int) -> tuple[HeldUsage, list[RequestRecord]]:
     """So many requests of each tenant wait."""
     records = [
-        Record(f"{tenant}-{number}", State.AWAITING_ENGINE, arrival=arrival(tenant))
+        RequestRecord(f"{tenant}-{number}", State.AWAITING_ENGINE, arrival=arrival(tenant))
         for tenant, count in counts.items()
         for number in range(count)
     ]
-    holdings = Holdings()
+    holdings = HeldUsage()
     for one in records:
-        holdings.add(one)
+        holdings.add_request(one)
     return holdings, records
 
 
@@ -45,16 +45,16 @@ def test_with_equal_shares_nobody_is_looked_at(tenant: str) -> None:
     holdings, records = held(greedy=2, modest=2)
     looked_at = list[str]()
 
-    def waiting() -> Iterator[Record]:
+    def waiting() -> Iterator[RequestRecord]:
         for one in reversed(records):
             looked_at.append(one.ticket)
             yield one
 
-    assert holdings.give_way(arrival(tenant), FOUR, waiting()) is None
+    assert holdings.requests_to_evict(arrival(tenant), FOUR, waiting()) is None
     assert looked_at == []
 
 
 def test_the_newest_of_the_tenant_with_most_gives_way() -> None:
     holdings, records = held(greedy=3, modest=1)
-    going = holdings.give_way(arrival("modest"), FOUR, reversed(records))
+    going = holdings.requests_to_evict(arrival("modest"), FOUR, reversed(records))
     assert [one.ticket for one in going or ()] == ["greedy-2"]

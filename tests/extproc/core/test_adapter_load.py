@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Broadcast, Decision, Held, LoadAdapter, RequestRefused, WakeAt
-from extproc.core.peers import AdapterChanged, EngineReported, EventBatch
-from extproc.core.record import AdapterLoadResult, Head, Outcome
+from extproc.core.effects import Broadcast, Decision, LoadAdapter, RequestHeld, RequestRefused, WakeAt
+from extproc.core.peer_events import AdapterChanged, EngineReported, EventBatch
+from extproc.core.request_record import AdapterLoadResult, Outcome, RequestHead
 from extproc.core.states import State
-from extproc.engines.answers import LoadProblem
+from extproc.engines.engine_responses import AdapterLoadProblem
 from extproc.engines.metrics import EngineReport, LoraState
 from extproc.errors import AdapterBroken, AdapterUnavailable, Refusal
 from tests.extproc.scenes import configuration, endpoints, request
@@ -98,7 +98,7 @@ class Shell:
             self.perform(self.core.tick(self.now))
         self.now = until
 
-    def loaded(self, problem: LoadProblem | None = None, *, message: str = "") -> None:
+    def loaded(self, problem: AdapterLoadProblem | None = None, *, message: str = "") -> None:
         """The oldest load ends."""
         ask = self.loads.pop(0)
         result = AdapterLoadResult(ask.server, ask.address, ask.adapter, problem, message, unloaded=ask.unload)
@@ -164,12 +164,12 @@ spec: {rules: [{from: [{tenants: [acme]}]}]}
 """
     snapshot = configuration(servers={"llama": server_of([A])}, routes={"chat": ROUTE}, others=policy)
     core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
-    head = Head("POST", path, {"x-attache-tenant": "acme", "x-gateway-model-name": "sql"}, has_body=True)
+    head = RequestHead("POST", path, {"x-attache-tenant": "acme", "x-gateway-model-name": "sql"}, has_body=True)
     for server in ("", SERVER):
         for model in ("sql", "unknown", "sql\n", "SQL"):
             body = json.dumps({"model": model, "messages": []}).encode()
             with pytest.raises(Refusal):
-                core.builder.strategy(server=server)(head, body)
+                core.builder.arrival_builder(server=server)(head, body)
     slots = core.pools[SERVER].slots
     assert slots is not None
     assert not slots.waiting
@@ -288,7 +288,7 @@ def test_a_client_that_leaves_costs_nothing_and_the_others_go() -> None:
 def test_a_load_that_fails_is_tried_at_another_engine() -> None:
     shell = Shell()
     (ticket,) = shell.ask("sql")
-    shell.loaded(LoadProblem.UNREACHABLE)
+    shell.loaded(AdapterLoadProblem.UNREACHABLE)
     assert shell.asked == [(B, "sql", None)]
     shell.loaded()
     assert shell.went(ticket) == B
@@ -297,8 +297,8 @@ def test_a_load_that_fails_is_tried_at_another_engine() -> None:
 def test_if_no_engine_answers_the_client_may_come_back_soon() -> None:
     shell = Shell()
     (ticket,) = shell.ask("sql")
-    shell.loaded(LoadProblem.UNREACHABLE)
-    shell.loaded(LoadProblem.UNREACHABLE)
+    shell.loaded(AdapterLoadProblem.UNREACHABLE)
+    shell.loaded(AdapterLoadProblem.UNREACHABLE)
     assert isinstance(shell.refusal(ticket), AdapterUnavailable)
     shell.passes(2.5)
     shell.ask("sql")
@@ -308,8 +308,8 @@ def test_if_no_engine_answers_the_client_may_come_back_soon() -> None:
 def test_weights_that_two_engines_cannot_use_are_not_asked_for_again_for_a_while() -> None:
     shell = Shell()
     tickets = shell.ask("sql", 2)
-    shell.loaded(LoadProblem.BROKEN)
-    shell.loaded(LoadProblem.BROKEN)
+    shell.loaded(AdapterLoadProblem.BROKEN)
+    shell.loaded(AdapterLoadProblem.BROKEN)
     assert all(isinstance(shell.refusal(one), AdapterBroken) for one in tickets)
     (again,) = shell.ask("sql")
     assert isinstance(shell.refusal(again), AdapterBroken)
@@ -329,7 +329,7 @@ def test_an_engine_without_room_tells_how_many_it_holds() -> None:
     shell.finish(ticket)
     shell.ask("law")
     assert shell.asked == [(A, "law", None)]
-    shell.loaded(LoadProblem.BUSY)
+    shell.loaded(AdapterLoadProblem.BUSY)
     shell.passes(0.6)
     assert shell.asked == [(A, "law", "sql")]
 
@@ -496,8 +496,8 @@ def test_explain_says_where_an_adapter_is_or_would_be_loaded() -> None:
 
     def said(model: str) -> str:
         body = json.dumps({"model": model, "messages": []}).encode()
-        head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-        return shell.core.explain(shell.core.builder.by_model(head, body), shell.now).adapter
+        head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
+        return shell.core.explain(shell.core.builder.build_by_model(head, body), shell.now).adapter
 
     assert said("m") == ""
     assert said("sql") == f"'sql' is on no engine; {A} would load it"
@@ -530,7 +530,7 @@ def test_a_queued_request_whose_adapter_leaves_is_answered_within_what_its_gatew
     (running,) = shell.ask("sql")
     shell.loaded()
     held, effects = shell.core.arrive(request(shell.core, model="sql"), shell.now)
-    assert isinstance(held, Held)
+    assert isinstance(held, RequestHeld)
     asked_at_s = shell.now
     shell.perform(effects)
     shell.passes(19.0)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Held, LoadAdapter, RequestRefused
-from extproc.core.peers import EngineReported
-from extproc.core.record import AdapterLoadResult, Head
-from extproc.engines.answers import LoadProblem, Unreadable, models_held
+from extproc.core.effects import Decision, LoadAdapter, RequestHeld, RequestRefused
+from extproc.core.peer_events import EngineReported
+from extproc.core.request_record import AdapterLoadResult, RequestHead
+from extproc.engines.engine_responses import AdapterLoadProblem, UnreadableResponse, parse_loaded_models
 from extproc.engines.metrics import EngineReport
 from extproc.errors import AdapterBroken
 from tests.extproc.scenes import configuration, endpoints
@@ -72,13 +72,13 @@ class Trees:
 
     def ask(self, model: str) -> str:
         path = f"/v2/models/{model}/infer"
-        arrival = self.core.builder.by_model(Head("POST", path, {":path": path}, has_body=True), b"")
+        arrival = self.core.builder.build_by_model(RequestHead("POST", path, {":path": path}, has_body=True), b"")
         own, effects = self.core.arrive(arrival, self.now)
-        self.perform([*([] if isinstance(own, Held) else [own]), *effects])
+        self.perform([*([] if isinstance(own, RequestHeld) else [own]), *effects])
         self.tick()
         return own.ticket
 
-    def ended(self, problem: LoadProblem | None = None, unloaded: tuple[str, ...] | None = None) -> LoadAdapter:
+    def ended(self, problem: AdapterLoadProblem | None = None, unloaded: tuple[str, ...] | None = None) -> LoadAdapter:
         """The oldest load. ``unloaded``: None: what was asked for."""
         ask = self.loads.pop(0)
         gone = ask.unload if unloaded is None else unloaded
@@ -164,8 +164,8 @@ def test_several_that_must_make_room_get_no_new_requests_until_it_is_made() -> N
     pool = one.core.pools[SERVER]
     assert pool.slots is not None
     # both get no new requests
-    assert not pool.slots.has("a").any()
-    assert not pool.slots.has("b").any()
+    assert not pool.slots.rows_with("a").any()
+    assert not pool.slots.rows_with("b").any()
     for ticket in running:
         one.perform(one.core.on_stream_closed(ticket, one.now))
     one.tick()
@@ -197,7 +197,7 @@ def test_broken_weights_are_tried_less_and_less_often_and_at_once_with_another_s
         """How many loads a request causes, all of which fail."""
         ticket, count = one.ask("a"), 0
         while ticket not in one.ends:
-            one.ended(LoadProblem.BROKEN)
+            one.ended(AdapterLoadProblem.BROKEN)
             count += 1
         end = one.ends[ticket]
         assert isinstance(end, RequestRefused)
@@ -223,7 +223,7 @@ def test_a_model_is_ready_where_a_server_has_it(*, ready: bool) -> None:
     one = trees()
     if ready:
         one.serves("a")
-    head = Head("GET", "/v2/models/a/ready", {":path": "/v2/models/a/ready"}, has_body=False)
+    head = RequestHead("GET", "/v2/models/a/ready", {":path": "/v2/models/a/ready"}, has_body=False)
     assert one.core.builder.is_ready("a", "V2", head, one.now) is ready
     assert one.core.builder.is_on_demand("a", head)
     assert not one.core.builder.is_ready("b", "V2", head, one.now)
@@ -233,10 +233,10 @@ def test_an_agents_list_has_the_models_that_are_loaded() -> None:
     page = (
         b'{"data": [{"id": "a", "state": "loaded"}, {"id": "b", "state": "unloading"}, {"id": "c", "state": "failed"}]}'
     )
-    assert models_held(page) == {"a"}
+    assert parse_loaded_models(page) == {"a"}
     for wrong in (b"[]", b'{"data": [{"id": 1, "state": "loaded"}]}', b'{"data": [' + b"{" * 100_000, b"\xff"):
-        with pytest.raises(Unreadable):
-            models_held(wrong)
+        with pytest.raises(UnreadableResponse):
+            parse_loaded_models(wrong)
 
 
 class Histories(RuleBasedStateMachine):
@@ -257,12 +257,12 @@ class Histories(RuleBasedStateMachine):
         self.asked[self.one.ask(model)] = model
 
     @precondition(lambda self: self.one.loads)
-    @rule(problem=st.sampled_from([None, None, None, *LoadProblem]), data=st.data())
-    def a_load_ends(self, problem: LoadProblem | None, data: st.DataObject) -> None:
+    @rule(problem=st.sampled_from([None, None, None, *AdapterLoadProblem]), data=st.data())
+    def a_load_ends(self, problem: AdapterLoadProblem | None, data: st.DataObject) -> None:
         ask = data.draw(st.sampled_from(self.one.loads))
         there = self.has[ask.address]
         # an agent that does not answer has unloaded nothing
-        unloaded = () if problem is LoadProblem.UNREACHABLE else ask.unload
+        unloaded = () if problem is AdapterLoadProblem.UNREACHABLE else ask.unload
         for gone in unloaded:
             assert (ask.address, gone) not in self.running.values(), "a model with requests was unloaded"
             assert gone not in self.one.pinned
@@ -305,11 +305,11 @@ class Histories(RuleBasedStateMachine):
         for ticket in list(self.running):
             self.one.perform(self.one.core.on_stream_closed(ticket, self.one.now))
         while self.one.loads:
-            self.one.ended(LoadProblem.UNREACHABLE, unloaded=())
+            self.one.ended(AdapterLoadProblem.UNREACHABLE, unloaded=())
         for _ in range(13):
             self.one.tick(5.0)
             while self.one.loads:
-                self.one.ended(LoadProblem.UNREACHABLE, unloaded=())
+                self.one.ended(AdapterLoadProblem.UNREACHABLE, unloaded=())
         assert self.asked.keys() <= self.one.ends.keys()
 
 

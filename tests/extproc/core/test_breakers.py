@@ -14,8 +14,8 @@ import pytest
 
 from extproc.core.core import Core
 from extproc.core.effects import BreakerChanged, Broadcast, Decision, RequestRefused
-from extproc.core.peers import AskLevels, EventBatch, ProcessAlive, decode_events, encode_events
-from extproc.core.record import Outcome
+from extproc.core.peer_events import AskLimitLevels, EventBatch, ProcessAlive, decode_events, encode_events
+from extproc.core.request_record import Outcome
 from extproc.endpoints.breaker import BreakerState
 from extproc.errors import ServerFailing
 from tests.examples import slow
@@ -410,7 +410,7 @@ def test_a_process_that_starts_learns_of_open_breakers_before_it_serves() -> Non
     scene.run(8.0)
     (told,) = [
         one.event
-        for one in scene.cores[0].ingest(EventBatch("new", [AskLevels("here")]), scene.now)
+        for one in scene.cores[0].ingest(EventBatch("new", [AskLimitLevels("here")]), scene.now)
         if isinstance(one, Broadcast) and isinstance(one.event, ProcessAlive)
     ]
     new = Core(site(3), rng=random.Random(9), ticket_prefix="new", machine="here")

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load_snapshot
-from extproc.core import running
+from extproc.api.config_loader import load_snapshot
+from extproc.core import running_requests
 from extproc.core.core import Core
-from extproc.core.record import Head, Outcome
+from extproc.core.request_record import Outcome, RequestHead
 from extproc.endpoints.engine_reports import apply_report
-from extproc.endpoints.ledger import backlogs, requests_in_backlog
+from extproc.endpoints.in_flight import backlogs, requests_in_backlog
 from extproc.engines.metrics import EngineReport, LoraState
 from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
 from extproc.prefix.kv_events import BlocksStored
 from extproc.prefix.kv_index import EventSource
-from extproc.protocol import Api
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer
+from extproc.wire_protocol import Api
 from tests.extproc.conftest import CONFIG, decide, in_some_state, settle
 
 if TYPE_CHECKING:
     from extproc.core.effects import Decision
     from extproc.scheduling.pool import Pool
 
-HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+HEAD = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
 LONG = "tell me more " * 1000
 
 
@@ -137,13 +137,13 @@ def test_usage_is_left_alone_where_the_server_says_so(core: Core) -> None:
 @pytest.mark.parametrize(
     ("head", "refusal"),
     [
-        (Head("POST", "/v2/chat", {}, has_body=True), UnknownPath),
-        (Head("POST", "/v1/chat/completions/", {}, has_body=True), UnknownPath),
-        (Head("GET", "/v1/chat/completions", {}, has_body=False), MethodNotAllowed),
-        (Head("POST", "/v1/chat/completions", {}, has_body=False), BadRequest),
+        (RequestHead("POST", "/v2/chat", {}, has_body=True), UnknownPath),
+        (RequestHead("POST", "/v1/chat/completions/", {}, has_body=True), UnknownPath),
+        (RequestHead("GET", "/v1/chat/completions", {}, has_body=False), MethodNotAllowed),
+        (RequestHead("POST", "/v1/chat/completions", {}, has_body=False), BadRequest),
     ],
 )
-def test_what_headers_already_show_is_refused_before_the_body(core: Core, head: Head, refusal: type) -> None:
+def test_what_headers_already_show_is_refused_before_the_body(core: Core, head: RequestHead, refusal: type) -> None:
     with pytest.raises(refusal):
         core.builder.check_head(head)
 
@@ -211,7 +211,7 @@ def test_an_unknown_ticket_teaches_nothing(core: Core) -> None:
 
 def test_outcomes_that_never_come_do_not_pile_up(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     # 65,536 in service: the same, and many seconds
-    monkeypatch.setattr(running, "MOST_ENDED", 50)
+    monkeypatch.setattr(running_requests, "MOST_ENDED", 50)
     first = arrive(core, chat("hi"))
     core.on_stream_closed(first.ticket, 0.0)
     for _ in range(50):
@@ -279,7 +279,7 @@ def test_a_restarted_engine_is_known_by_its_first_unexpected_miss(core: Core, po
 def test_an_endpoint_may_hold_its_share_of_what_the_process_remembers(
     core: Core, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("extproc.prefix.index.MOST_BLOCKS_IN_ALL", 3 * 50)
+    monkeypatch.setattr("extproc.prefix.approximate_index.MOST_BLOCKS_IN_ALL", 3 * 50)
     core.apply(core.snapshot, 0.0)
     for number in range(8):
         core.on_stream_closed(arrive(core, chat(f"{number} {LONG}"), float(number)).ticket, number + 0.5)
@@ -349,7 +349,7 @@ def test_siblings_of_a_burst_go_where_the_first_one_went(core: Core) -> None:
 
 
 def chain_of(text: str) -> list[int]:
-    from extproc.prefix.index import hash_blocks  # noqa: PLC0415
+    from extproc.prefix.approximate_index import hash_blocks  # noqa: PLC0415
     from extproc.request.body_parser import parse_body  # noqa: PLC0415
 
     return hash_blocks(parse_body(Api.CHAT, chat(text)).prompt, "llama-3.1-8b")
@@ -442,7 +442,7 @@ def test_tenants_whose_caches_are_parted_share_no_prefix(core: Core) -> None:
     core.apply(load_snapshot({"a.yaml": scoped.replace(b"modelName: chat", b"modelName: llama-3.1-8b")}), 0.0)
 
     def cached(tenant: str) -> float:
-        head = Head("POST", "/v1/chat/completions", {"x-tenant": tenant}, has_body=True)
+        head = RequestHead("POST", "/v1/chat/completions", {"x-tenant": tenant}, has_body=True)
         return decide(core, head, chat()).assignment.cached_tokens
 
     assert (cached("acme"), cached("other")) == (0, 0)

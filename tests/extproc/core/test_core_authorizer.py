@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.core.record import Head
+from extproc.core.request_record import RequestHead
 from extproc.errors import BadRequest, ModelNotAllowed, Refusal, UnknownModel
 
 DIRECTORY = """
@@ -61,9 +61,9 @@ def core() -> Core:
     return Core(load_snapshot({"a.yaml": DIRECTORY.encode()}), rng=random.Random(0), ticket_prefix="t")
 
 
-def head(tenant: str, path: str = "/v1/chat/completions", **headers: str) -> Head:
+def head(tenant: str, path: str = "/v1/chat/completions", **headers: str) -> RequestHead:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Head("POST", path, {"x-attache-tenant": tenant, **named}, has_body=True, is_trusted=True)
+    return RequestHead("POST", path, {"x-attache-tenant": tenant, **named}, has_body=True, is_trusted=True)
 
 
 def body(model: str, **fields: object) -> bytes:
@@ -71,13 +71,13 @@ def body(model: str, **fields: object) -> bytes:
     return json.dumps({"model": model, **content, **fields}).encode()
 
 
-def served_by(core: Core, asked: Head, model: str = "chat") -> str:
-    return core.builder.by_model(asked, body(model)).pool.name
+def served_by(core: Core, asked: RequestHead, model: str = "chat") -> str:
+    return core.builder.build_by_model(asked, body(model)).pool.name
 
 
-def refusal(core: Core, asked: Head, content: bytes) -> Refusal:
+def refusal(core: Core, asked: RequestHead, content: bytes) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        core.builder.by_model(asked, content)
+        core.builder.build_by_model(asked, content)
     return caught.value
 
 
@@ -89,7 +89,7 @@ def test_a_caller_gets_what_it_may_use(core: Core) -> None:
 @pytest.mark.parametrize(
     "asked", [head("acme", x_tier="large"), head("acme", "/v1/completions")], ids=["by header", "by path"]
 )
-def test_neither_header_nor_path_opens_another_server(core: Core, asked: Head) -> None:
+def test_neither_header_nor_path_opens_another_server(core: Core, asked: RequestHead) -> None:
     assert isinstance(refusal(core, asked, body("chat")), ModelNotAllowed)
 
 
@@ -112,7 +112,7 @@ def test_of_several_targets_the_ones_that_are_open_serve(core: Core) -> None:
 )
 def test_what_is_decided_on_is_what_the_engine_reads(core: Core, content: bytes) -> None:
     assert isinstance(refusal(core, head("acme"), content), ModelNotAllowed)
-    arrival = core.builder.by_model(head("root"), content)
+    arrival = core.builder.build_by_model(head("root"), content)
     assert arrival.request.model == "sql"
 
 
@@ -137,19 +137,19 @@ def test_who_may_use_a_model_is_told_that_no_rule_takes_the_request(core: Core) 
 
 
 def test_the_list_of_models_is_what_the_caller_may_use(core: Core) -> None:
-    def listed(asked: Head) -> list[str]:
+    def listed(asked: RequestHead) -> list[str]:
         return sorted(one.name for one in core.builder.models_for(asked))
 
     assert listed(head("acme")) == ["chat", "mixed"]
     assert listed(head("root")) == ["chat", "mixed", "sql"]
     assert listed(head("nobody")) == []
-    untrusted = Head("GET", "/v1/models", {"x-attache-tenant": "root"}, has_body=False)
+    untrusted = RequestHead("GET", "/v1/models", {"x-attache-tenant": "root"}, has_body=False)
     assert listed(untrusted) == []
 
 
 def test_claims_say_who_may(core: Core) -> None:
     with_claims: Any = {"headers": {"x-attache-tenant": "t"}, "has_body": True, "is_trusted": True}
-    asked = Head("POST", "/v1/chat/completions", claims={"groups": frozenset({"ml", "ops"})}, **with_claims)
+    asked = RequestHead("POST", "/v1/chat/completions", claims={"groups": frozenset({"ml", "ops"})}, **with_claims)
     assert core.claims == {"groups"}
     assert served_by(core, asked, "sql") == "default/small"
     assert isinstance(refusal(core, asked, body("chat")), ModelNotAllowed)
@@ -157,11 +157,11 @@ def test_claims_say_who_may(core: Core) -> None:
 
 def test_a_request_to_a_server_is_decided_by_its_body_and_the_server(core: Core) -> None:
     builder = core.builder
-    own = builder.to_server("default/small", head("root"), body("another"), is_pool=True)
+    own = builder.build_for_server("default/small", head("root"), body("another"), is_pool=True)
     assert own.pool.name == "default/small"
     for server, asked in (("default/large", "chat-2"), ("default/small", "chat-2")):
         with pytest.raises(ModelNotAllowed):
-            builder.to_server(server, head("acme"), body(asked), is_pool=True)
+            builder.build_for_server(server, head("acme"), body(asked), is_pool=True)
     with pytest.raises(ModelNotAllowed, match="could not be read"):
-        builder.to_server("default/small", head("acme"), b"{")
-    assert builder.to_server("default/small", head("root"), b"{").pool.name == "default/small"
+        builder.build_for_server("default/small", head("acme"), b"{")
+    assert builder.build_for_server("default/small", head("root"), b"{").pool.name == "default/small"

@@ -12,24 +12,24 @@ import pytest
 from msgspec.structs import replace
 
 from extproc.admission.local_limits import LocalLimits
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import (
     AskLimits,
     Decision,
     Effect,
     Fault,
-    Held,
+    RequestHeld,
     RequestRefused,
     RequestSettled,
     SettleGrant,
     WakeAt,
 )
-from extproc.core.record import Head, Outcome
+from extproc.core.request_record import Outcome, RequestHead
 from extproc.core.states import State
 from extproc.errors import BadRequest, InternalError, NoEndpoint
-from extproc.llmd.files import picker_from_text
-from extproc.llmd.types import BUILT_IN
+from extproc.llmd.picker_builder import picker_from_text
+from extproc.llmd.plugin_types import BUILT_IN
 from extproc.scheduling.registry import PluginType
 from tests.extproc.conftest import in_some_state
 
@@ -57,7 +57,7 @@ spec:
 LIMITED = ROUTE + "  rateLimits: [{unit: hour, requests: 10, outputTokens: 1000}]\n"
 LIMITED_EVERYWHERE = ROUTE + "  rateLimits: [{unit: hour, requests: 10}, {unit: hour, requests: 10, scope: Global}]\n"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+HEAD = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
 
 
 def core_of(text: str) -> Core:
@@ -66,7 +66,7 @@ def core_of(text: str) -> Core:
 
 def arrive(core: Core, text: str = "hi", **fields: object) -> tuple[RequestEffect, list[Effect]]:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
-    return core.arrive(core.builder.by_model(HEAD, body), 0.0)
+    return core.arrive(core.builder.build_by_model(HEAD, body), 0.0)
 
 
 def levels(core: Core) -> list[float]:
@@ -130,7 +130,7 @@ def test_a_request_goes_without_the_plugins_that_fail_and_each_is_told(flow_cont
     # each at one place, though what their sessions keep fails, too
     assert [(one.server, one.plugin) for one in faults] == [("default/llama", "admits"), ("default/llama", "scores")]
     assert all(isinstance(one.error, ZeroDivisionError) for one in faults)
-    assert core.explain(core.builder.by_model(HEAD, BODY), 0.0).failed.keys() == {"admits", "scores"}
+    assert core.explain(core.builder.build_by_model(HEAD, BODY), 0.0).failed.keys() == {"admits", "scores"}
     core.on_stream_closed(own.ticket, 1.0)
     core.on_outcome(replace(OUTCOME, ticket=own.ticket), 1.0)
     assert in_some_state(core) == 0
@@ -160,7 +160,7 @@ def test_a_held_request_whose_pick_fails_is_refused_and_those_behind_it_go() -> 
     pool = core.pools["default/llama"]
     running = [arrive(core, f"{number}")[0].ticket for number in range(2)]
     broken, fine = arrive(core, "long " * 200)[0], arrive(core, "short")[0]
-    assert isinstance(broken, Held)
+    assert isinstance(broken, RequestHeld)
     pool.picker = BrokenPicker(pool.picker)  # type: ignore[assignment]
     for ticket in running:
         core.on_stream_closed(ticket, 1.0)
@@ -249,7 +249,7 @@ def test_an_outcome_that_cannot_be_learned_from_is_settled_all_the_same(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(f"extproc.core.running.{function}", fail)
+    monkeypatch.setattr(f"extproc.core.running_requests.{function}", fail)
     effects = core.on_outcome(replace(OUTCOME, ticket=own.ticket), 0.0)
 
     assert levels(core) == [9, 980]
@@ -268,7 +268,7 @@ def test_a_queue_that_fails_loses_nothing_that_was_decided_before(monkeypatch: p
     running = [arrive(core, f"{number}", model=model)[0].ticket for number in range(2) for model in "mo"]
     held = {model: [arrive(core, "held", model=model)[0].ticket for _ in range(2)] for model in "mo"}
     gates = core.admission.gates
-    gate, serves = gates["default/llama"], gates["default/llama"].next
+    gate, serves = gates["default/llama"], gates["default/llama"].pop_next
     for ticket in running:
         core.on_stream_closed(ticket, 1.0)
     calls: list[float] = []
@@ -279,7 +279,7 @@ def test_a_queue_that_fails_loses_nothing_that_was_decided_before(monkeypatch: p
             raise KeyError("a policy's mistake")
         return serves(now)
 
-    monkeypatch.setattr(gate, "next", fails_second)
+    monkeypatch.setattr(gate, "pop_next", fails_second)
     effects = core.tick(1.0)
 
     # one of the queue that failed, and both of the other, whichever comes first

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.api.status_pages import EndpointLoad, total
+from extproc.api.status_pages import EndpointLoad, total_loads
 from extproc.core.core import Core
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
@@ -48,12 +48,12 @@ def test_what_an_engine_reports_counts_where_it_is_more_than_was_sent() -> None:
     table = core.pools["default/llama"].table
     apply_report(table, table.row_of("10.0.0.1:8000"), EngineReport(waiting=1, running=2), 0.5)
     told = core.loads()["10.0.0.1:8000"]
-    assert (told.in_flight, told.reported, told.busy_with) == (0, 3, 3)
+    assert (told.in_flight, told.reported, told.requests_at_engine) == (0, 3, 3)
     for _ in range(4):
         send(core)
-    assert core.loads()["10.0.0.1:8000"].busy_with == 4
+    assert core.loads()["10.0.0.1:8000"].requests_at_engine == 4
 
 
 def test_requests_of_several_processes_add_up_and_caches_are_the_same_ones() -> None:
     pages = [{"a": EndpointLoad(1, 500, 5), "b": EndpointLoad(2, 0)}, {"a": EndpointLoad(3, 800, 4)}]
-    assert total(pages) == {"a": EndpointLoad(4, 800, 5), "b": EndpointLoad(2, 0)}
+    assert total_loads(pages) == {"a": EndpointLoad(4, 800, 5), "b": EndpointLoad(2, 0)}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.effects import Decision, ModelChecked, RequestRefused
-from extproc.core.peers import EngineReported
-from extproc.core.record import Outcome
+from extproc.core.peer_events import EngineReported
+from extproc.core.request_record import Outcome
 from extproc.engines.metrics import EngineReport
 from extproc.scheduling.model_check import model_problems, quoted_names
 from tests.extproc.scenes import CHAT, configuration, core_of, endpoints, request

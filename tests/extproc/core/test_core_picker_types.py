@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Held, RequestRefused
-from extproc.core.record import Head
+from extproc.core.effects import Decision, RequestHeld, RequestRefused
+from extproc.core.request_record import RequestHead
 from extproc.errors import Shed
-from extproc.llmd.files import PickerFactory
+from extproc.llmd.picker_builder import PickerFactory
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect
@@ -69,9 +69,9 @@ def table_of(core: Core) -> EndpointTable:
 def asked(core: Core, now: float = 0.0, **headers: str) -> Effect:
     """``headers``: with underscores for hyphens."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    head = Head("POST", "/v1/chat/completions", named, has_body=True, is_trusted=True)
+    head = RequestHead("POST", "/v1/chat/completions", named, has_body=True, is_trusted=True)
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}).encode()
-    own, _ = core.arrive(core.builder.by_model(head, body), now)
+    own, _ = core.arrive(core.builder.build_by_model(head, body), now)
     return own
 
 
@@ -99,7 +99,7 @@ def test_hopeless_objectives_are_refused_if_they_may_be_shed() -> None:
     assert isinstance(own.refusal, Shed)
     assert isinstance(asked(core, x_llm_d_inference_objective="batch", x_llm_d_slo_ttft_ms="9000"), Decision)
     assert isinstance(asked(core, x_llm_d_inference_objective="chat", x_llm_d_slo_ttft_ms="1000"), Decision)
-    assert not isinstance(asked(core, x_llm_d_slo_ttft_ms="1000"), Held)
+    assert not isinstance(asked(core, x_llm_d_slo_ttft_ms="1000"), RequestHeld)
 
 
 AGENTS = "  - {type: agent-identity, parameters: {additionalSessionHeaders: [x-my-agent]}}"
@@ -131,7 +131,7 @@ def test_lower_priorities_are_held_back_before_higher_ones() -> None:
     core = core_of(plugins + ONE_AT_A_TIME, "flowControl", "  usageLimitPolicyPluginRef: mine\n")
     assert isinstance(asked(core, x_llm_d_inference_objective="batch"), Decision)
     # one of two engines is full: the ceilings of 10, 0 and -1 are 0.9, 0.55 and 0.2
-    assert isinstance(asked(core, x_llm_d_inference_objective="batch"), Held)
+    assert isinstance(asked(core, x_llm_d_inference_objective="batch"), RequestHeld)
     assert isinstance(asked(core_of(plugins + ONE_AT_A_TIME, "flowControl")), Decision)
 
 
@@ -146,7 +146,7 @@ def test_a_lower_band_waits_for_its_next_look_and_is_woken() -> None:
     # 6 of 8 places are taken: one request of the lower band every 3 ms
     assert isinstance(asked(core, x_llm_d_inference_objective="batch"), Decision)
     core_gate = core.admission.gates[SERVER]
-    assert isinstance(asked(core, x_llm_d_inference_objective="batch"), Held)
+    assert isinstance(asked(core, x_llm_d_inference_objective="batch"), RequestHeld)
     woken_at_s = core_gate.wake_at_s(0.0)
     assert woken_at_s is not None
     assert 0 < woken_at_s <= 0.01

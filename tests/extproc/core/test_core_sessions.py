@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.api.config_loader import load_snapshot
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_snapshot
 from extproc.api.session_affinity import session_headers
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision
-from extproc.core.peers import EventBatch, RequestStarted
-from extproc.core.record import Attachment, Head
-from extproc.llmd.files import PickerFactory
+from extproc.core.peer_events import EventBatch, RequestStarted
+from extproc.core.request_record import GatewayProperties, RequestHead
+from extproc.llmd.picker_builder import PickerFactory
 from extproc.scheduling.sessions import SessionBindings, TenantSessions, session_token
 from tests.extproc.breakers import trip
 from tests.extproc.conftest import CONFIG
@@ -57,8 +57,8 @@ def core_of(plugins: str, *, seed: int = 0, machine: str | None = None) -> Core:
 def sent(core: Core, now: float = 0.0, *, is_trusted: bool = False, **headers: str) -> Decision:
     """Of a request that has ended at once."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    head = Head("POST", "/v1/chat/completions", named, has_body=True, is_trusted=is_trusted)
-    own, _ = core.arrive(core.builder.by_model(head, BODY), now)
+    head = RequestHead("POST", "/v1/chat/completions", named, has_body=True, is_trusted=is_trusted)
+    own, _ = core.arrive(core.builder.build_by_model(head, BODY), now)
     assert isinstance(own, Decision)
     core.on_disconnect(own.ticket, now)
     return own
@@ -220,8 +220,8 @@ def test_prefill_and_decode_have_tokens_of_their_own() -> None:
 def test_other_processes_learn_where_a_session_is() -> None:
     here, there = core_of(IDS, machine="m"), core_of(IDS, seed=1, machine="m")
     for number in range(20):
-        head = Head("POST", "/v1/chat/completions", {"x-session-id": f"s{number}"}, has_body=True)
-        own, effects = here.arrive(here.builder.by_model(head, BODY), 5.0)
+        head = RequestHead("POST", "/v1/chat/completions", {"x-session-id": f"s{number}"}, has_body=True)
+        own, effects = here.arrive(here.builder.build_by_model(head, BODY), 5.0)
         assert isinstance(own, Decision)
         started = [one.event for one in effects if isinstance(one, Broadcast) and isinstance(one.event, RequestStarted)]
         there.ingest(EventBatch("t0", list(started)), 1000.0)
@@ -252,8 +252,8 @@ def test_parameters_that_mean_nothing_are_refused(wrong: str) -> None:
 
 def test_explaining_binds_no_session() -> None:
     core = core_of(IDS)
-    head = Head("POST", "/v1/chat/completions", {"x-session-id": "s"}, has_body=True)
-    core.explain(core.builder.by_model(head, BODY), 0.0)
+    head = RequestHead("POST", "/v1/chat/completions", {"x-session-id": "s"}, has_body=True)
+    core.explain(core.builder.build_by_model(head, BODY), 0.0)
     assert len(core.pools["default/llama"].sessions) == 0
 
 
@@ -273,8 +273,8 @@ LABELLED_AFTER = """
 
 def forged(core: Core, address: str, *, subset: tuple[str, ...] | None = None) -> str | None:
     """Where a request goes whose client wrote the token of ``address`` itself; None if it is refused or held."""
-    head = Head("POST", "/v1/chat/completions", {"x-session-token": session_token(address)}, has_body=True)
-    own, _ = core.arrive(core.builder.by_model(head, BODY), 0.0, attachment=Attachment(subset=subset))
+    head = RequestHead("POST", "/v1/chat/completions", {"x-session-token": session_token(address)}, has_body=True)
+    own, _ = core.arrive(core.builder.build_by_model(head, BODY), 0.0, attachment=GatewayProperties(subset=subset))
     return own.assignment.endpoint.address if isinstance(own, Decision) else None
 
 

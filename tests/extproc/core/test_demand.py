@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.api.status_pages import (
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,
@@ -18,13 +18,13 @@ from extproc.api.status_pages import (
     EngineDemand,
     RequestCounters,
     ServerDemand,
-    bucket_of,
-    is_news_at,
+    bucket_index,
+    next_notify_count,
 )
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, RequestRefused
-from extproc.core.peers import EventBatch
-from extproc.core.record import Head, Outcome
+from extproc.core.peer_events import EventBatch
+from extproc.core.request_record import Outcome, RequestHead
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
 from tests.extproc.scenes import configuration, request
@@ -114,10 +114,10 @@ def test_adapters_count_apart_and_invented_names_do_not() -> None:
     core = core_of()
     arrive(core)
     arrive(core, model="sql")
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+    head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
     for name in ("sql", "invented", "also"):
         body = json.dumps({"model": name, "messages": []}).encode()
-        core.arrive(core.builder.to_server(SERVER, head, body), 0.0)
+        core.arrive(core.builder.build_for_server(SERVER, head, body), 0.0)
     assert {name: one.arrivals for name, one in server(core).counted.items()} == {"m": 3, "sql": 2}
 
 
@@ -135,9 +135,11 @@ def test_times_count_from_the_arrival_and_only_those_of_streams() -> None:
     failed = arrive(core, 9.0)
     core.on_outcome(outcome(failed, status=500), 10.0)
     said = server(core)
-    assert {at for at, count in enumerate(said.ttft) if count} == {bucket_of(one, TTFT_BOUNDS_S) for one in (0.5, 1.5)}
+    assert {at for at, count in enumerate(said.ttft) if count} == {
+        bucket_index(one, TTFT_BOUNDS_S) for one in (0.5, 1.5)
+    }
     assert {at for at, count in enumerate(said.tpot) if count} == {
-        bucket_of(one, TPOT_BOUNDS_S) for one in (1.5 / 50, 2.5 / 50)
+        bucket_index(one, TPOT_BOUNDS_S) for one in (1.5 / 50, 2.5 / 50)
     }
 
 
@@ -181,7 +183,7 @@ def test_who_waits_for_engines_that_are_not_there_is_missed_once() -> None:
 def test_far_more_requests_than_a_follower_knows_of_are_told_once() -> None:
     core = core_of()
     tickets = [arrive(core) for _ in range(8)]
-    assert (core.meter.unfinished(SERVER), core.meter.crowded) == (8, set())
+    assert (core.meter.unfinished_requests(SERVER), core.meter.crowded) == (8, set())
     # eight more than the none that somebody knew of
     tickets.append(arrive(core))
     assert core.meter.crowded == {SERVER}
@@ -192,10 +194,10 @@ def test_far_more_requests_than_a_follower_knows_of_are_told_once() -> None:
         core.on_stream_closed(one, 1.0)
     # nobody was told that they have ended
     tickets = [arrive(core) for _ in range(9)]
-    assert (core.meter.unfinished(SERVER), core.meter.crowded) == (12, set())
+    assert (core.meter.unfinished_requests(SERVER), core.meter.crowded) == (12, set())
     # one who knows of these twelve, and one who knows of sixteen
     for known in (12, 16):
-        core.meter.notify_at(SERVER, is_news_at(known))
+        core.meter.set_notify_threshold(SERVER, next_notify_count(known))
     tickets += [arrive(core) for _ in range(12)]
     assert core.meter.crowded == set()
     arrive(core)
@@ -203,7 +205,7 @@ def test_far_more_requests_than_a_follower_knows_of_are_told_once() -> None:
 
 
 def test_news_are_eight_more_and_twice_as_many() -> None:
-    assert [is_news_at(known) for known in (0, 1, 8, 9, 100)] == [8, 9, 16, 18, 200]
+    assert [next_notify_count(known) for known in (0, 1, 8, 9, 100)] == [8, 9, 16, 18, 200]
 
 
 def test_looking_at_the_page_changes_nothing_of_what_is_news() -> None:
@@ -273,7 +275,7 @@ def test_requests_of_other_processes_are_theirs_to_tell() -> None:
     messages = [{"role": "user", "content": "word " * 400}]
     body = json.dumps({"model": "m", "messages": messages}).encode()
     own, effects = there.arrive(
-        there.builder.by_model(Head("POST", "/v1/chat/completions", {}, has_body=True), body), 0.0
+        there.builder.build_by_model(RequestHead("POST", "/v1/chat/completions", {}, has_body=True), body), 0.0
     )
     told = tuple(one.event for one in effects if isinstance(one, Broadcast))
     assert told

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.api.parameters import REFUSED, check_parameters
+from extproc.api.parameter_overrides import REFUSED, check_parameters
 from extproc.core.effects import Decision, RequestRefused
-from extproc.core.record import Arrival, Head
+from extproc.core.request_record import Arrival, RequestHead
 from extproc.errors import RateLimited
-from extproc.request import anthropic, body_parser, model, openai, tokens
-from extproc.request.model import Common
+from extproc.request import anthropic, body_parser, inference_request, openai, token_apis
+from extproc.request.inference_request import CommonFields
 from tests.extproc.scenes import configuration, core_of, endpoints, request
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def read(arrival: Arrival) -> dict[str, Any]:
 
 
 def posted(core: Core, path: str, **body: object) -> Arrival:
-    return core.builder.by_model(Head("POST", path, {}, has_body=True), json.dumps({"model": "m", **body}).encode())
+    return core.builder.build_by_model(
+        RequestHead("POST", path, {}, has_body=True), json.dumps({"model": "m", **body}).encode()
+    )
 
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -122,7 +124,7 @@ def test_limits_of_tokens_count_what_the_rule_allows() -> None:
 def test_a_repeated_or_escaped_name_hides_nothing() -> None:
     core = core_of(servers=SERVERS, routes=routes(set={"temperature": 0.25}, maxOutputTokens=5))
     body = rb'{"model":"m","messages":[],"temperature":0.25,"\u0074emperature":2,"max_tokens":1,"max_tok\u0065ns":9}'
-    arrival = core.builder.by_model(Head("POST", "/v1/chat/completions", {}, has_body=True), body)
+    arrival = core.builder.build_by_model(RequestHead("POST", "/v1/chat/completions", {}, has_body=True), body)
     assert arrival.body == b'{"model":"m","messages":[],"temperature":0.25,"max_tokens":5}'
 
 
@@ -147,7 +149,7 @@ def test_a_request_that_moves_has_the_clients_own_values_back() -> None:
     core.apply(configuration(servers=SERVERS, routes=routes(*targets)), 1.0)
     found = {arrival.destination.server: arrival}
     for _ in range(40):
-        moved = core.builder.elsewhere(next(iter(found.values())))
+        moved = core.builder.move_to_other_server(next(iter(found.values())))
         assert moved is not None
         found[moved.destination.server] = moved
     to_a, to_b = read(found["default/a"]), read(found["default/b"])
@@ -164,7 +166,7 @@ def test_a_fallback_has_what_the_target_had() -> None:
     )
     arrival = request(core, temperature=1)
     assert arrival.destination.fallbacks is not None
-    other = core.builder.at(arrival, arrival.destination.fallbacks.chain[0])
+    other = core.builder.move_to_fallback(arrival, arrival.destination.fallbacks.chain[0])
     assert other.body == arrival.body
     own, _ = core.arrive(arrival, 0.0)
     assert isinstance(own, Decision)
@@ -234,9 +236,9 @@ def test_no_parser_reads_a_field_that_a_rule_may_set() -> None:
     known = set(REFUSED) | {"chat_template_kwargs"}
     shapes = [
         one
-        for module in (openai, anthropic, tokens, model, body_parser)
+        for module in (openai, anthropic, token_apis, inference_request, body_parser)
         for one in vars(module).values()
-        if isinstance(one, type) and issubclass(one, msgspec.Struct) and issubclass(one, Common)
+        if isinstance(one, type) and issubclass(one, msgspec.Struct) and issubclass(one, CommonFields)
     ]
     assert len(shapes) >= 7
     for shape in shapes:

@@ -11,13 +11,13 @@ import pytest
 
 from extproc.core.core import Core
 from extproc.core.effects import Decision
-from extproc.core.record import BUNDLE, Attachment, Head
+from extproc.core.request_record import BUNDLE, GatewayProperties, RequestHead
 from tests.extproc.scenes import CHAT, configuration, endpoints, request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
 
 NAME: Final = 'a "name" \\ é漢'
 QUIET: Final = "scrapeInterval: 0s\n"
@@ -36,7 +36,7 @@ def core_of(own: str, *, fallback: str = "", **route: object) -> Core:
     return Core(snapshot, rng=random.Random(0), ticket_prefix="t")
 
 
-def named(core: Core, arrival: Arrival, attachment: Attachment = BUNDLE) -> str:
+def named(core: Core, arrival: Arrival, attachment: GatewayProperties = BUNDLE) -> str:
     own, _ = core.arrive(arrival, 0.0, attachment)
     assert isinstance(own, Decision)
     return own.response_model
@@ -74,16 +74,16 @@ def test_an_adapter_has_one_name() -> None:
 
 def test_gateways_of_others_pass_answers_on_as_they_are() -> None:
     core = core_of(OTHER)
-    assert named(core, request(core, model=NAME), Attachment(is_bundle=False)) == ""
+    assert named(core, request(core, model=NAME), GatewayProperties(is_bundle=False)) == ""
 
 
 def to_server(core: Core) -> Arrival:
     body = json.dumps({"model": NAME, "messages": []}).encode()
-    return core.builder.to_server("default/own", Head("POST", CHAT, {}, has_body=True), body)
+    return core.builder.build_for_server("default/own", RequestHead("POST", CHAT, {}, has_body=True), body)
 
 
 def by_path(core: Core) -> Arrival:
-    return core.builder.by_model(Head("GET", "/v2/models/short/ready", {}, has_body=False), b"")
+    return core.builder.build_by_model(RequestHead("GET", "/v2/models/short/ready", {}, has_body=False), b"")
 
 
 @pytest.mark.parametrize(

@@ -15,28 +15,28 @@ from extproc.api.model_server import ModelServerSpec
 from extproc.core.core import Core
 from extproc.core.dispatch import asks_for_usage
 from extproc.core.effects import Decision
-from extproc.core.record import BUNDLE, Arrival, Attachment, Head
-from extproc.protocol import Api
+from extproc.core.request_record import BUNDLE, Arrival, GatewayProperties, RequestHead
 from extproc.request.body_parser import parse_body
-from extproc.routing.resolve import Destination
+from extproc.routing.routing_table import Destination
+from extproc.wire_protocol import Api
 from tests.extproc.scenes import configuration
 
-ELSEWHERE = Attachment(is_bundle=False)
+ELSEWHERE = GatewayProperties(is_bundle=False)
 
 
-def asks(attachment: Attachment, *, trusted: bool, spec: ModelServerSpec | None = None, **options: bool) -> bool:
+def asks(attachment: GatewayProperties, *, trusted: bool, spec: ModelServerSpec | None = None, **options: bool) -> bool:
     body: dict[str, Any] = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "a"}]}
     if options:
         body["stream_options"] = options
     text = json.dumps(body).encode()
     pool: Any = SimpleNamespace(spec=spec or ModelServerSpec(model="m"))
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True, is_trusted=trusted)
+    head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True, is_trusted=trusted)
     arrival = Arrival(parse_body(Api.CHAT, text), Destination("default/m", "m"), pool, head, text)
     return asks_for_usage(arrival, attachment)
 
 
 @pytest.mark.parametrize("attachment", [BUNDLE, ELSEWHERE])
-def test_usage_is_asked_for_where_the_client_said_nothing(attachment: Attachment) -> None:
+def test_usage_is_asked_for_where_the_client_said_nothing(attachment: GatewayProperties) -> None:
     assert asks(attachment, trusted=True)
     assert not asks(attachment, trusted=True, include_usage=True)
     as_requested = ModelServerSpec(model="m", stream_usage="AsRequested")
@@ -47,7 +47,9 @@ def test_usage_is_asked_for_where_the_client_said_nothing(attachment: Attachment
     ("attachment", "trusted", "is_asked"),
     [(BUNDLE, True, True), (BUNDLE, False, False), (ELSEWHERE, True, False), (ELSEWHERE, False, False)],
 )
-def test_a_client_that_declines_usage_would_not_see_it(attachment: Attachment, trusted: bool, is_asked: bool) -> None:
+def test_a_client_that_declines_usage_would_not_see_it(
+    attachment: GatewayProperties, trusted: bool, is_asked: bool
+) -> None:
     """A gateway of somebody else may write trusted headers, and passes answers on as they are."""
     assert asks(attachment, trusted=trusted, include_usage=False) == is_asked
 
@@ -63,11 +65,11 @@ modelRewrites:
 def asked_of_engine(model: str, count: int = 1, headers: dict[str, str] | None = None) -> Counter[str]:
     """The models in the bodies that engines get."""
     core = Core(configuration(servers={"llama": REWRITES}, routes={}), rng=random.Random(0), ticket_prefix="t")
-    head = Head("POST", "/v1/chat/completions", headers or {}, has_body=True, is_trusted=True)
+    head = RequestHead("POST", "/v1/chat/completions", headers or {}, has_body=True, is_trusted=True)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "a"}]}).encode()
     found = Counter[str]()
     for _ in range(count):
-        own, _ = core.arrive(core.builder.to_server("default/llama", head, body, is_pool=True), 0.0, ELSEWHERE)
+        own, _ = core.arrive(core.builder.build_for_server("default/llama", head, body, is_pool=True), 0.0, ELSEWHERE)
         assert isinstance(own, Decision)
         found[json.loads(own.body or body)["model"]] += 1
     return found

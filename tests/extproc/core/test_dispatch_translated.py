@@ -12,10 +12,10 @@ import pytest
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.explanation import to_text
-from extproc.core.record import Attachment, Outcome
+from extproc.core.request_record import GatewayProperties, Outcome
 from extproc.errors import UnknownPath
-from extproc.protocol import Api
 from extproc.translate.directive import TranslationDirective, decode_directive, encode_directive, engine_api
+from extproc.wire_protocol import Api
 from tests.extproc.scenes import configuration, endpoints, request
 
 A, B, C = "10.0.0.1:8000", "10.0.1.1:8000", "10.0.2.1:8000"
@@ -97,7 +97,7 @@ def test_another_target_that_takes_the_api_comes_before_a_translation() -> None:
 
 def test_no_other_gateway_has_a_translator() -> None:
     core = core_with(to("a"), a=server(A, "ChatCompletions"))
-    own, _ = core.arrive(request(core, "hi", path=MESSAGES), 0.0, Attachment(is_bundle=False))
+    own, _ = core.arrive(request(core, "hi", path=MESSAGES), 0.0, GatewayProperties(is_bundle=False))
     assert isinstance(own, RequestRefused)
     assert own.refusal.code == "unknown_url"
 
@@ -107,7 +107,7 @@ def test_where_an_http_route_has_chosen_nothing_is_translated() -> None:
     head = request(core, "hi").head
     body = b'{"model": "m", "messages": [], "max_tokens": 9}'
     with pytest.raises(UnknownPath):
-        core.builder.to_server("default/a", msgspec.structs.replace(head, path=MESSAGES), body)
+        core.builder.build_for_server("default/a", msgspec.structs.replace(head, path=MESSAGES), body)
 
 
 def test_all_attempts_have_one_body_so_a_fallback_of_another_api_is_skipped() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.core.effects import Decision, RequestRefused
-from extproc.core.record import Outcome
+from extproc.core.request_record import Outcome
 from tests.extproc.scenes import core_of, endpoints, request
 
 if TYPE_CHECKING:

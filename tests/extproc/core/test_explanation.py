@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from bench.stack.stack import documents
 from extproc.__main__ import main
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.explanation import (
@@ -26,14 +26,14 @@ from extproc.core.explanation import (
     to_text,
     why_chosen,
 )
-from extproc.core.record import Head, Outcome
+from extproc.core.request_record import Outcome, RequestHead
 from extproc.endpoints.engine_reports import apply_report
 from extproc.endpoints.health import EngineFailure
 from extproc.engines.metrics import EngineReport
-from extproc.llmd.files import PickerFactory
+from extproc.llmd.picker_builder import PickerFactory
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.registry import Metrics
-from extproc.runtime.pages import ExplainPage
+from extproc.runtime.admin_pages import ExplainPage
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.streams.context import GatewayOptions
 from tests.extproc.breakers import trip
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
 
 BODY = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello " * 500}]}).encode()
-HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+HEAD = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
 PICKER = """
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -78,14 +78,14 @@ def core_of(*, configured: bool) -> Core:
     )
 
 
-def explained(core: Core, head: Head = HEAD) -> Decision:
-    own, _ = core.arrive(core.builder.by_model(head, BODY), 0.0, wants_reasons=True)
+def explained(core: Core, head: RequestHead = HEAD) -> Decision:
+    own, _ = core.arrive(core.builder.build_by_model(head, BODY), 0.0, wants_reasons=True)
     assert isinstance(own, Decision)
     return own
 
 
 def arrival_of(core: Core) -> Arrival:
-    return core.builder.by_model(HEAD, BODY)
+    return core.builder.build_by_model(HEAD, BODY)
 
 
 def test_filters_and_scores_are_shown_with_their_weights() -> None:
@@ -161,7 +161,7 @@ def test_the_caller_is_named_and_without_one_how_to_ask_as_one() -> None:
         core.explain(arrival_of(core), 0.0)
     )
     headers = {"x-attache-tenant": "acme", "x-attache-user": "ann"}
-    asked = core.builder.by_model(msgspec.structs.replace(HEAD, headers=headers, is_trusted=True), BODY)
+    asked = core.builder.build_by_model(msgspec.structs.replace(HEAD, headers=headers, is_trusted=True), BODY)
     assert "  for the tenant acme, user ann" in to_text(core.explain(asked, 0.0)).splitlines()
 
 
@@ -170,7 +170,7 @@ def test_explaining_changes_nothing() -> None:
     core.explain(arrival_of(core), 0.0)
     pool = core.pools["default/llama"]
     assert pool.table.in_flight.sum() == 0
-    assert pool.caches.index.match(pool.caches.expect(_prompt(BODY), pool.table, 0.0).chain) == []
+    assert pool.caches.index.match(pool.caches.estimate_prompt(_prompt(BODY), pool.table, 0.0).chain) == []
 
 
 def _prompt(text: bytes) -> Prompt:
@@ -183,7 +183,7 @@ async def test_the_page_explains_or_refuses_as_the_client_would_be() -> None:
 
     app = web.Application()
     page = ExplainPage(core_of(configured=True), no_tokens, lambda: 0.0, GatewayOptions())
-    app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
+    app.add_routes([web.post("/debug/explain/{path:.*}", page.handle)])
     async with TestClient(TestServer(app)) as client:
         shown = await client.post("/debug/explain/v1/chat/completions", data=BODY)
         assert shown.status == 200
@@ -205,7 +205,7 @@ async def test_the_page_of_a_picker_explains_as_its_gateway_asks() -> None:
     app = web.Application()
     options = GatewayOptions(pool="default/llama", duplex_choices=2)
     page = ExplainPage(core_of(configured=True), no_tokens, lambda: 0.0, options)
-    app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
+    app.add_routes([web.post("/debug/explain/{path:.*}", page.handle)])
     async with TestClient(TestServer(app)) as client:
         for path, body in (("v1/chat/completions", BODY.replace(b'"chat"', b'"of-no-route"')), ("any/path", b"any")):
             shown = await (await client.post(f"/debug/explain/{path}", data=body)).json()
@@ -224,7 +224,7 @@ async def test_a_process_without_the_page_refuses_no_request(
     app = web.Application()
     if has_page:
         page = ExplainPage(core_of(configured=True), no_tokens, lambda: 0.0, GatewayOptions())
-        app.add_routes([web.post("/debug/explain/{path:.*}", page.show)])
+        app.add_routes([web.post("/debug/explain/{path:.*}", page.handle)])
     body = tmp_path / "body.json"
     body.write_bytes(BODY.replace(b'"chat"', b'"other"'))
     async with TestServer(app) as server:
@@ -323,7 +323,7 @@ def test_a_sample_of_decisions_and_their_outcomes_is_written_down() -> None:
     core, lines = core_of(configured=True), list[bytes]()
     log = DecisionLog(lines.append, share=1.0, rng=random.Random(0), wall_clock=lambda: 17.0)
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0, decision_log=log)
-    assert log.samples()
+    assert log.draw_sample()
     headers = {"x-attache-tenant": "acme", "x-attache-user": "ann", "x-request-id": "5e1f"}
     decision = explained(core, msgspec.structs.replace(HEAD, headers=headers, is_trusted=True))
     metrics.count_effect(decision)
@@ -368,4 +368,4 @@ def test_a_request_is_explained_by_its_best_thousand_endpoints_so_that_others_ne
 
 def test_only_the_share_is_written() -> None:
     log = DecisionLog(list[bytes]().append, share=0.1, rng=random.Random(1), wall_clock=lambda: 0.0)
-    assert 60 < sum(log.samples() for _ in range(1000)) < 140
+    assert 60 < sum(log.draw_sample() for _ in range(1000)) < 140

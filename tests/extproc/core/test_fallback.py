@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.api.host_names import with_addresses
+from extproc.api.dns_resolution import with_addresses
 from extproc.core.core import Core
 from extproc.core.dispatch import prompt_of
-from extproc.core.effects import Broadcast, Decision, Held, RequestRefused, RequestSettled
+from extproc.core.effects import Broadcast, Decision, RequestHeld, RequestRefused, RequestSettled
 from extproc.core.explanation import to_text
 from extproc.core.fallback_budget import WANTED_S
-from extproc.core.peers import EngineReported, EventBatch, decode_events, encode_events
-from extproc.core.record import Attachment, Outcome
+from extproc.core.peer_events import EngineReported, EventBatch, decode_events, encode_events
+from extproc.core.request_record import GatewayProperties, Outcome
 from extproc.core.states import State
-from extproc.engines.answers import models_in
+from extproc.engines.engine_responses import parse_model_list
 from extproc.engines.metrics import EngineReport, LoraState
 from extproc.errors import UnknownPath
 from tests.extproc.breakers import trip
@@ -63,9 +63,13 @@ def core_with(
     return Core(snapshot, rng=random.Random(0), ticket_prefix=worker or "t", machine=machine)
 
 
-def ask(core: Core, now: float = 0.0, *, attachment: Attachment | None = None, **fields: object) -> Decision | Held:
-    own, _ = core.arrive(request(core, "hi " * 100, **fields), now, attachment or Attachment(), wants_reasons=True)
-    assert isinstance(own, Decision | Held)
+def ask(
+    core: Core, now: float = 0.0, *, attachment: GatewayProperties | None = None, **fields: object
+) -> Decision | RequestHeld:
+    own, _ = core.arrive(
+        request(core, "hi " * 100, **fields), now, attachment or GatewayProperties(), wants_reasons=True
+    )
+    assert isinstance(own, Decision | RequestHeld)
     return own
 
 
@@ -251,12 +255,12 @@ def test_it_goes_to_none_at_once_either() -> None:
         servers={"a": endpoints(A1) + QUIET + queue},
     )
     sent(core)
-    assert isinstance(ask(core, 0.1, model="sql"), Held)
+    assert isinstance(ask(core, 0.1, model="sql"), RequestHeld)
     assert ends(core.tick(2.0)) == []
 
 
 def test_other_gateways_know_nothing_of_fallbacks() -> None:
-    assert sent(core_with(), attachment=Attachment(is_bundle=False)).attempts is None
+    assert sent(core_with(), attachment=GatewayProperties(is_bundle=False)).attempts is None
 
 
 def test_a_request_whose_server_has_no_usable_endpoint_goes_to_the_first_fallback_that_has_one() -> None:
@@ -362,7 +366,7 @@ def test_a_request_that_waits_long_enough_goes_to_a_fallback_with_room() -> None
     servers = {"a": endpoints(A1) + QUIET + queue, "b": endpoints(B1) + QUIET + queue}
     core = core_with(servers=servers, fallback=[{"modelServerName": "b", "afterQueue": "500ms"}])
     first, held = sent(core), [ask(core, 0.1), ask(core, 0.2)]
-    assert all(isinstance(one, Held) for one in held)
+    assert all(isinstance(one, RequestHeld) for one in held)
     assert not ends(core.tick(0.5))
     (moved,) = ends(core.tick(0.61))
     assert isinstance(moved, Decision)
@@ -383,7 +387,7 @@ def test_a_request_that_waits_for_an_engine_goes_to_a_fallback() -> None:
     servers = {"a": "endpoints: []\nactivation: {}\n"}
     core = core_with(servers=servers, fallback=[{"modelServerName": "b", "afterQueue": "2s"}])
     held = ask(core)
-    assert isinstance(held, Held)
+    assert isinstance(held, RequestHeld)
     assert not ends(core.tick(1.9))
     (moved,) = ends(core.tick(2.1))
     assert isinstance(moved, Decision)
@@ -484,8 +488,8 @@ def test_what_happened_is_settled_for_the_engines_that_made_it() -> None:
     # its prefix is there now
     prompt = request(core, "hi " * 100)
     assert prompt.destination.fallbacks is not None
-    there = core.builder.at(prompt, prompt.destination.fallbacks.chain[0])
-    expected = there.pool.expect(prompt_of(there, None), 1.0)
+    there = core.builder.move_to_fallback(prompt, prompt.destination.fallbacks.chain[0])
+    expected = there.pool.estimate_prompt(prompt_of(there, None), 1.0)
     assert expected.demand.cached_tokens[row] > 0
     assert in_flight(core) == 0
 
@@ -728,7 +732,7 @@ def lists(core: Core, server: str, **tokens: int) -> None:
     pool = core.pools[f"default/{server}"]
     for address in pool.table.active_addresses:
         body = json.dumps({"data": [{"id": "m", "object": "model", **tokens}]}).encode()
-        listed = models_in(body)
+        listed = parse_model_list(body)
         event = EngineReported(pool.name, address, EngineReport(), None, False, listed.names, listed.base)
         core.ingest(EventBatch("p", [msgspec.structs.replace(event, context_tokens=listed.context_tokens)]), 0.0)
 
@@ -736,7 +740,7 @@ def lists(core: Core, server: str, **tokens: int) -> None:
 def asked(core: Core, prompt: object, **fields: object) -> Decision:
     """A request for completions with that prompt: some bytes of text, or some tokens."""
     own, _ = core.arrive(
-        request(core, path="/v1/completions", prompt=prompt, **fields), 0.0, Attachment(), wants_reasons=True
+        request(core, path="/v1/completions", prompt=prompt, **fields), 0.0, GatewayProperties(), wants_reasons=True
     )
     assert isinstance(own, Decision)
     return own
@@ -844,7 +848,7 @@ def test_answers_of_a_fallback_may_be_shorter(
 ) -> None:
     core = core_with(fallback=SHORT)
     arrival = request(core, path=path, **fields)
-    own, _ = core.arrive(arrival, 0.0, Attachment(), wants_reasons=True)
+    own, _ = core.arrive(arrival, 0.0, GatewayProperties(), wants_reasons=True)
     assert isinstance(own, Decision)
     assert own.attempts is not None
     body = arrival.body if own.body is None else own.body
@@ -942,7 +946,7 @@ def test_whatever_happens_the_budget_holds_and_nothing_is_left(steps: list[tuple
     for one in open_:
         core.on_stream_closed(one.ticket, now)
     assert in_flight(core) == 0
-    assert not core.requests() or all(one.state is State.ENDED for one in core.requests())
+    assert not core.records() or all(one.state is State.ENDED for one in core.records())
     assert not any(one.has_requests for one in core._running._budgets._servers.values())
 
 
@@ -978,7 +982,7 @@ def test_a_fallback_that_is_deleted_or_changed_while_it_has_a_request(*, is_at_o
         # by the price of the one that has served
         assert (found.server, found.used.cost_micros) == ("default/b", 5 * 610)
     assert in_flight(core) == 0
-    assert not core.requests()
+    assert not core.records()
     core.apply(snapshot_with("a"), 2.9)
     assert not core._running._budgets._servers
     # and the next one is served, by what there is now
@@ -991,7 +995,7 @@ def test_a_request_that_waits_for_a_fallback_that_is_deleted_stays_where_it_is()
     servers = {"a": "endpoints: []\nactivation: {}\n"}
     core = core_with(servers=servers, fallback=[{"modelServerName": "b", "afterQueue": "2s"}])
     held = ask(core)
-    assert isinstance(held, Held)
+    assert isinstance(held, RequestHeld)
     core.apply(snapshot_with("a", servers=servers), 1.0)
     assert not ends(core.tick(2.1))
     assert core.count_requests(State.AWAITING_ENGINE) == 1

@@ -18,7 +18,7 @@ STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 40))
 
 def ask(budget: FallbackBudget, tenant: str, most: float, now: float = 0.0) -> bool:
     """Whether it is sent there."""
-    is_in = budget.lets_in(tenant, most, now)
+    is_in = budget.may_admit(tenant, most, now)
     budget.sent[tenant] += is_in
     budget.sent += {}
     return is_in
@@ -62,7 +62,7 @@ def test_of_tenants_that_all_want_more_each_gets_its_part(count: int, most: int,
             before = FallbackBudget()
             before.sent.update(budget.sent)
             if ask(budget, tenant, most):
-                assert all(before.lets_in(one, most, 0.0) for one in fewer)
+                assert all(before.may_admit(one, most, 0.0) for one in fewer)
         leave(budget, rng.choice(sorted(budget.sent.elements())))
     for tenant in names:
         ask(budget, tenant, most)

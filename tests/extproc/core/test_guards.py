@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from extproc.admission.guards import MOST_ADDED_BYTES
 from extproc.core.core import Core
-from extproc.core.effects import AskGuard, AskLimits, Decision, Fault, GuardAsked, Held, RequestRefused
+from extproc.core.effects import AskGuard, AskLimits, Decision, Fault, GuardAnswered, RequestHeld, RequestRefused
 from extproc.core.explanation import to_text
-from extproc.core.guards import Circuit, GuardFailed, GuardReply, caller_of, event_of
-from extproc.core.record import Head
+from extproc.core.guards import GuardCircuitBreaker, GuardFailed, GuardReply, guard_call_owner, guard_event
 from extproc.core.request_builder import RequestBuilder
+from extproc.core.request_record import RequestHead
 from extproc.core.states import State
 from extproc.errors import GuardRefused, GuardUnavailable, RateLimited, to_anthropic_body
 from tests.extproc.scenes import CHAT, ONE_AT_A_TIME, configuration, endpoints, request
 
 if TYPE_CHECKING:
     from extproc.core.effects import RequestEffect
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
 
 SERVER: Final = f"scrapeInterval: 0s\n{endpoints('10.0.0.1:8000')}"
 QUEUE: Final = f"{SERVER}flowControl: {{{ONE_AT_A_TIME}}}"
@@ -54,9 +54,9 @@ def reply(**answer: object) -> GuardReply:
     return GuardReply(200, json.dumps(answer).encode(), 0.01)
 
 
-def said(core: Core, ask: AskGuard, answer: GuardReply | GuardFailed) -> tuple[RequestEffect, GuardAsked]:
+def said(core: Core, ask: AskGuard, answer: GuardReply | GuardFailed) -> tuple[RequestEffect, GuardAnswered]:
     own, effects = core.resume(ask.ticket, answer, 0.1)
-    (counted,) = [one for one in effects if isinstance(one, GuardAsked)]
+    (counted,) = [one for one in effects if isinstance(one, GuardAnswered)]
     assert own is not None
     return own, counted
 
@@ -78,7 +78,7 @@ def test_an_allowed_request_goes_on_as_it_is() -> None:
     own, counted = said(core, asked(core), reply(action="allow"))
     assert isinstance(own, Decision)
     assert own.body is None
-    assert counted == GuardAsked("pii", "allowed", 0.01, goes_on=True, ticket="t-1")
+    assert counted == GuardAnswered("pii", "allowed", 0.01, goes_on=True, ticket="t-1")
     core = guarded()
     assert isinstance(said(core, asked(core), GuardReply(204, b""))[0], Decision)
 
@@ -105,7 +105,7 @@ def test_a_refused_request_gets_its_reservation_back_and_a_refused_caller_costs_
     own, effects = core.arrive(request(core), 0.0)
     assert isinstance(own, RequestRefused)
     assert isinstance(own.refusal, RateLimited)
-    assert not [one for one in effects if isinstance(one, GuardAsked)]
+    assert not [one for one in effects if isinstance(one, GuardAnswered)]
 
 
 def test_a_client_that_leaves_gets_its_reservation_back_and_a_late_answer_changes_nothing() -> None:
@@ -129,7 +129,7 @@ def test_the_guard_is_asked_after_the_shared_limits_and_before_the_queue() -> No
     assert isinstance(said(core, through_limits(), reply(action="allow"))[0], Decision)
     second = through_limits()
     assert core.count_requests(State.QUEUED) == 0
-    assert isinstance(said(core, second, reply(action="allow"))[0], Held)
+    assert isinstance(said(core, second, reply(action="allow"))[0], RequestHeld)
 
 
 @pytest.mark.parametrize("form", ["fields", "body"])
@@ -226,34 +226,34 @@ def test_an_error_that_nobody_has_foreseen_is_a_failure_of_the_guard(
     monkeypatch.setattr(RequestBuilder, "with_body", fail)
     ask, answer = asked(core), reply(action="change", body={"model": "m", "messages": []})
     own, effects = core.resume(ask.ticket, answer, 0.1)
-    assert [one.result for one in effects if isinstance(one, GuardAsked)] == ["internal"]
+    assert [one.result for one in effects if isinstance(one, GuardAnswered)] == ["internal"]
     assert [one.error for one in effects if isinstance(one, Fault)] == [error]
     if mode == "Open":
         assert isinstance(own, Decision)
-        assert core.after_guard(ask, answer)[0] is ask.arrival
+        assert core.apply_guard_reply(ask, answer)[0] is ask.arrival
     else:
         assert own is not None
         assert refusal_of(own).code == "guard_unavailable"
         with pytest.raises(GuardUnavailable):
-            core.after_guard(ask, answer)
+            core.apply_guard_reply(ask, answer)
 
 
 def test_a_guard_that_is_not_configured_is_a_failure_without_a_call() -> None:
     core = guarded(named="other")
     own, effects = core.arrive(request(core), 0.0)
     refusal_of(own)
-    assert [one.result for one in effects if isinstance(one, GuardAsked)] == ["unknown"]
+    assert [one.result for one in effects if isinstance(one, GuardAnswered)] == ["unknown"]
     core = guarded("Open", named="other")
     assert isinstance(core.arrive(request(core), 0.0)[0], Decision)
 
 
 def test_what_the_guard_gets_is_what_the_engine_reads() -> None:
     core = guarded()
-    head = Head("POST", CHAT, {}, has_body=True)
+    head = RequestHead("POST", CHAT, {}, has_body=True)
     good, bad = ([{"role": "user", "content": text}] for text in ("hello", "attack"))
     body = f'{{"messages": {json.dumps(good)}, "model": "m", "mess\\u0061ges": {json.dumps(bad)}}}'.encode()
-    ask = asked(core, core.builder.by_model(head, body))
-    event = event_of(ask.arrival, ask.ticket, "urn:x")
+    ask = asked(core, core.builder.build_by_model(head, body))
+    event = guard_event(ask.arrival, ask.ticket, "urn:x")
     assert event.data is not None
     assert event.data.count(b'ges"') == 1
     own, _ = said(core, ask, reply(action="allow"))
@@ -266,8 +266,8 @@ def test_what_the_guard_gets_is_what_the_engine_reads() -> None:
 def test_a_prompt_that_is_no_text_is_marked(fields: dict[str, object], marks: set[str]) -> None:
     core = guarded()
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
-    ask = asked(core, core.builder.by_model(Head("POST", CHAT, {}, has_body=True), body))
-    event = event_of(ask.arrival, ask.ticket, "urn:x")
+    ask = asked(core, core.builder.build_by_model(RequestHead("POST", CHAT, {}, has_body=True), body))
+    event = guard_event(ask.arrival, ask.ticket, "urn:x")
     assert event.attributes.keys() & {"unreadable"} == marks
     assert event.data == body
 
@@ -277,10 +277,10 @@ def test_a_form_is_shown_without_its_content_and_cannot_be_changed() -> None:
     parts = ('name="model"\r\n\r\nm', 'name="file"; filename="a.wav"\r\n\r\nRIFF')
     body = "".join(f"--x\r\nContent-Disposition: form-data; {one}\r\n" for one in parts) + "--x--\r\n"
     headers = {"content-type": "multipart/form-data; boundary=x"}
-    head = Head("POST", "/v1/audio/transcriptions", headers, has_body=True)
-    arrival = core.builder.by_model(head, body.encode())
+    head = RequestHead("POST", "/v1/audio/transcriptions", headers, has_body=True)
+    arrival = core.builder.build_by_model(head, body.encode())
     ask = asked(core, arrival)
-    event = event_of(arrival, ask.ticket, "urn:x")
+    event = guard_event(arrival, ask.ticket, "urn:x")
     assert (event.data, event.attributes["omitted"], event.attributes["bytes"]) == (None, "not-json", len(body))
     assert said(core, ask, reply(action="change", fields={"prompt": "x"}))[1].result == "invalid"
     assert isinstance(said(core, asked(core, arrival), reply(action="allow"))[0], Decision)
@@ -289,8 +289,10 @@ def test_a_form_is_shown_without_its_content_and_cannot_be_changed() -> None:
 def test_a_changed_request_stays_changed_at_another_server() -> None:
     core = guarded()
     ask = asked(core)
-    changed, _ = core.after_guard(ask, reply(action="change", fields={"messages": [{"role": "user", "content": "x"}]}))
-    moved = core.builder.elsewhere(changed)
+    changed, _ = core.apply_guard_reply(
+        ask, reply(action="change", fields={"messages": [{"role": "user", "content": "x"}]})
+    )
+    moved = core.builder.move_to_other_server(changed)
     assert moved is not None
     assert (moved.is_changed, moved.body) == (True, changed.body)
 
@@ -299,12 +301,12 @@ def test_an_explanation_has_what_the_guard_said() -> None:
     core = guarded()
     arrival = request(core)
     assert "the guard 'pii' is asked first" in to_text(core.explain(arrival, 0.0))
-    ask = core.guard_to_ask(arrival)
+    ask = core.guard_request(arrival)
     assert ask is not None
-    after, text = core.after_guard(ask, reply(action="allow", reason="clean"))
+    after, text = core.apply_guard_reply(ask, reply(action="allow", reason="clean"))
     assert "the guard 'pii' allowed it: clean" in to_text(core.explain(after, 0.0, guarded=text))
     with pytest.raises(GuardRefused, match="no keys"):
-        core.after_guard(ask, reply(action="refuse", message="no keys"))
+        core.apply_guard_reply(ask, reply(action="refuse", message="no keys"))
     ask = asked(core)
     core = guarded()
     own, _ = core.arrive(request(core), 0.0, wants_reasons=True)
@@ -323,13 +325,13 @@ def test_usage_rows_name_the_guard_as_the_reason() -> None:
     assert own.usage.refused == "guard"
 
 
-def times_out(circuit: Circuit, *callers: str, at_s: float, took_s: float = 0.5) -> None:
+def times_out(circuit: GuardCircuitBreaker, *callers: str, at_s: float, took_s: float = 0.5) -> None:
     for caller in callers:
         circuit.record_failure(caller, at_s, began_s=at_s - took_s, is_timeout=True)
 
 
 def test_a_dead_guard_is_tried_by_one_request_in_each_pause() -> None:
-    circuit = Circuit()
+    circuit = GuardCircuitBreaker()
     for number in range(1, 6):
         caller = ("acme", "bell")[number % 2]
         assert circuit.may_call(caller, float(number))
@@ -340,7 +342,7 @@ def test_a_dead_guard_is_tried_by_one_request_in_each_pause() -> None:
 
 
 def test_slow_texts_of_one_caller_pause_the_guard_for_nobody_while_others_ask() -> None:
-    circuit = Circuit()
+    circuit = GuardCircuitBreaker()
     assert circuit.may_call("bell", 0.0)
     for number in range(1, 13):
         assert circuit.may_call("evil", float(number))
@@ -353,7 +355,7 @@ def test_slow_texts_of_one_caller_pause_the_guard_for_nobody_while_others_ask() 
 
 
 def test_of_a_callers_calls_at_the_same_time_one_timeout_counts() -> None:
-    circuit = Circuit()
+    circuit = GuardCircuitBreaker()
     for at_s in (1.0, 1.1, 1.2, 1.3):
         times_out(circuit, *["evil"] * 12, at_s=at_s)
     times_out(circuit, "bell", at_s=1.3)
@@ -363,14 +365,14 @@ def test_of_a_callers_calls_at_the_same_time_one_timeout_counts() -> None:
 
 
 def test_a_timeout_of_a_call_during_which_the_guard_has_answered_does_not_count() -> None:
-    circuit = Circuit()
+    circuit = GuardCircuitBreaker()
     circuit.record_answer(0.6)
     times_out(circuit, "acme", "bell", "cord", "dent", "evil", at_s=1.0)
     assert circuit.failures == 0
 
 
 def test_connections_that_fail_count_for_all() -> None:
-    circuit = Circuit()
+    circuit = GuardCircuitBreaker()
     for at_s in (1.0, 1.0, 1.0, 1.0, 1.0):
         assert circuit.may_call("acme", at_s)
         circuit.record_failure("acme", at_s, began_s=0.9, is_timeout=False)
@@ -378,7 +380,7 @@ def test_connections_that_fail_count_for_all() -> None:
 
 
 def test_what_a_circuit_remembers_is_bounded() -> None:
-    circuit = Circuit()
+    circuit = GuardCircuitBreaker()
     for number in range(100):
         circuit.may_call(f"caller-{number}", float(number))
         times_out(circuit, f"caller-{number}", at_s=float(number))
@@ -394,7 +396,7 @@ def test_what_a_circuit_remembers_is_bounded() -> None:
     ],
 )
 def test_a_caller_is_a_tenant_or_else_a_user(headers: dict[str, str], caller: str) -> None:
-    assert caller_of(request(guarded(), headers=headers)) == caller
+    assert guard_call_owner(request(guarded(), headers=headers)) == caller
 
 
 def test_a_changed_configuration_does_not_disturb_a_request_that_is_asked_about() -> None:

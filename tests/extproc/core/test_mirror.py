@@ -12,16 +12,16 @@ import pytest
 from extproc.api.errors import ConfigInvalid
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused
-from extproc.core.record import Attachment, Head
+from extproc.core.request_record import GatewayProperties, RequestHead
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
 from extproc.errors import BadRequest, NoEndpoint, Refusal
-from extproc.protocol import MIRROR, MIRRORED_TENANT
 from extproc.routing.mirror import MirrorDirective, read_directive
+from extproc.wire_protocol import MIRROR, MIRRORED_TENANT
 from tests.extproc.scenes import configuration, core_of, endpoints, request
 
 if TYPE_CHECKING:
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
 
 SERVERS = {"a": endpoints("10.0.0.1:8000", "10.0.0.2:8000"), "shadow": "model: new\n" + endpoints("10.0.1.1:8000")}
 PATH = "/v1/chat/completions"
@@ -33,15 +33,15 @@ def routes(more: str = "", **mirror: object) -> dict[str, str]:
     return {"chat": f"rules: {json.dumps([rule])}\nloraAdapters: [sql]\n{more}"}
 
 
-def mirrored(core: Core, arrival: Arrival, attachment: Attachment | None = None) -> str:
+def mirrored(core: Core, arrival: Arrival, attachment: GatewayProperties | None = None) -> str:
     own, _ = core.arrive(arrival, 0.0, *([] if attachment is None else [attachment]))
     assert isinstance(own, Decision)
     return own.mirror
 
 
 def copy(core: Core, directive: str, body: dict[str, Any] | bytes = BODY, path: str = PATH) -> Arrival:
-    head = Head("POST", path, {MIRROR: directive}, has_body=True, is_trusted=True)
-    return core.builder.copy(head, body if isinstance(body, bytes) else json.dumps(body).encode())
+    head = RequestHead("POST", path, {MIRROR: directive}, has_body=True, is_trusted=True)
+    return core.builder.build_mirror_copy(head, body if isinstance(body, bytes) else json.dumps(body).encode())
 
 
 def test_every_request_has_a_copy_or_a_share_of_them() -> None:
@@ -58,7 +58,7 @@ def test_what_cannot_be_copied_goes_alone() -> None:
     assert mirrored(core, request(core, path="/v1/chat/completions"))
     assert not mirrored(core, request(core, model="sql"))
     # other gateways have no listener for copies
-    assert not mirrored(core, request(core), Attachment(1, None, is_bundle=False))
+    assert not mirrored(core, request(core), GatewayProperties(1, None, is_bundle=False))
     assert "the request is for an adapter" in core.explain(request(core, model="sql"), now=0.0).mirror
     for server, why in (
         ("apis: [Embeddings]", "it does not serve this API"),

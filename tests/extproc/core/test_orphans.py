@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.usage.rows import make_usage_row
-from extproc.admission.spent_budgets import RolledUp
-from extproc.api.usage import UsageCounts, UsageLine
+from extproc.admission.budget_usage import UsageRollupRow
+from extproc.api.usage_log import UsageCounts, UsageLine
 from extproc.core.effects import Decision, SettleGrant
-from extproc.core.orphans import Orphan
-from extproc.core.peers import HEARTBEAT_S, SILENCE_S
-from extproc.core.record import Outcome
-from extproc.feeds.saved_levels import SavedLevels
-from tests.extproc.core.test_accounts_budgets import Process
+from extproc.core.orphans import OrphanedOutcome
+from extproc.core.peer_events import HEARTBEAT_S, SILENCE_S
+from extproc.core.request_record import Outcome
+from extproc.feeds.saved_limits import SavedLimits
+from tests.extproc.core.test_limit_accounting_budgets import Process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,18 +33,18 @@ def process(name: str, wire: list[Process] | None = None, budget: str = BUDGET) 
     return Process(budget, gateway_spec=LOGGED, name=name, wire=wire)
 
 
-def ended(decision: RequestEffect, output: int = 30, prompt: int = 10) -> Orphan:
+def ended(decision: RequestEffect, output: int = 30, prompt: int = 10) -> OrphanedOutcome:
     """Its entry of the access log."""
     assert isinstance(decision, Decision)
     assert decision.usage is not None
     outcome = Outcome(decision.ticket, 200, decision.assignment.endpoint.address, 1.0, 0.1, prompt, output, None)
-    return Orphan(outcome, decision.usage, BEGAN_S)
+    return OrphanedOutcome(outcome, decision.usage, BEGAN_S)
 
 
 BEGAN_S = process("any").began_s
 
 
-def log(to: Process, entry: Orphan, now: float) -> list[Effect]:
+def log(to: Process, entry: OrphanedOutcome, now: float) -> list[Effect]:
     """As the access log service does."""
     effects = to.core.on_outcome(entry.outcome, now)
     if to.core.has_no_record(entry.ticket):
@@ -60,7 +60,7 @@ def beat_for(processes: list[Process], seconds: float, now: float) -> float:
     return now
 
 
-def used_by_row(entry: Orphan) -> int:
+def used_by_row(entry: OrphanedOutcome) -> int:
     """By the rule of the usage process."""
     counts = UsageCounts(entry.outcome.prompt_tokens, entry.outcome.completion_tokens)
     line = UsageLine("1", BEGAN_S, 200, usage=counts, served=entry.outcome.served, duration_ms=1000)
@@ -79,7 +79,7 @@ def test_an_outcome_without_usage_is_charged_as_its_row_is() -> None:
     before, after = process("x"), process("y")
     found = ended(before.ask(0.0))
     cut = Outcome(found.ticket, 200, found.outcome.served, 1.0, 0.1, None, None, None, was_cut=True, answer_bytes=80)
-    log(after, Orphan(cut, found.context, BEGAN_S), 5.0)
+    log(after, OrphanedOutcome(cut, found.context, BEGAN_S), 5.0)
     line = UsageLine("1", BEGAN_S, 200, served=cut.served, duration_ms=1000, first_byte_us=100_000, flags="UC",
                      answer_bytes=80)  # fmt: skip
     row = make_usage_row(line, found.context, BEGAN_S)
@@ -141,9 +141,9 @@ def test_what_a_killed_process_had_reserved_is_not_in_its_file(tmp_path: Path) -
     log(before, ended(before.ask(0.0)), 1.0)
     running = before.ask(1.0)
 
-    def saved(one: Process) -> SavedLevels:
+    def saved(one: Process) -> SavedLimits:
         limits = one.core.admission.limits
-        return SavedLevels(limits, tmp_path, number=0, clock=lambda: 1.0, wall_clock=lambda: one.began_s)
+        return SavedLimits(limits, tmp_path, number=0, clock=lambda: 1.0, wall_clock=lambda: one.began_s)
 
     (tmp_path / "limits-0.json").touch()
     file = saved(before)
@@ -162,11 +162,11 @@ def test_what_is_in_rows_that_were_read_is_not_charged_again() -> None:
     entries = [ended(dies.ask(0.0)) for _ in range(2)]
     wire.remove(dies)
     now = beat_for([starts, other], 10.0, 0.0)
-    starts.rebuild([RolledUp("a", route="default/chat", requests=1, input_tokens=10, output_tokens=30)], now)
-    starts.perform(starts.core.on_rows_read(entries[0].ended_s + 0.5), now)
+    starts.rebuild([UsageRollupRow("a", route="default/chat", requests=1, input_tokens=10, output_tokens=30)], now)
+    starts.perform(starts.core.on_usage_rows_read(entries[0].ended_s + 0.5), now)
     log(other, entries[0], now)
     assert starts.left(now) == MOST - 40
-    later = Orphan(entries[1].outcome, entries[1].context, BEGAN_S + 60.0)
+    later = OrphanedOutcome(entries[1].outcome, entries[1].context, BEGAN_S + 60.0)
     log(other, later, now)
     assert starts.left(now) == MOST - 80
 
@@ -178,7 +178,7 @@ def test_a_global_budget_is_charged_in_the_store() -> None:
     assert settled.grant.is_global
     assert [one.amount for one in settled.grant.charges] == [one.amount for one in settled.grant.claims] == [0.0]
     assert settled.used is not None
-    assert settled.used.of("total_tokens") == 40
+    assert settled.used.amount_of("total_tokens") == 40
 
 
 def test_without_a_usage_log_nobody_knows_whose_it_was() -> None:
@@ -225,5 +225,5 @@ def test_counters_equal_the_rows_after_kills_at_any_time(seed: int) -> None:
     now = beat_for(living, 10.0, now)
     assert min(one.left(now) for one in living) > MOST - rows - 0.001
     for one in living:
-        one.rebuild([RolledUp("a", route="default/chat", requests=1, output_tokens=rows)], now)
+        one.rebuild([UsageRollupRow("a", route="default/chat", requests=1, output_tokens=rows)], now)
     assert [one.left(now) for one in living] == pytest.approx([MOST - rows] * 3, abs=0.001)

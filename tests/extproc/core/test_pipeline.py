@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits, AskTokens, Decision, Held, RequestRefused, SettleGrant
+from extproc.core.effects import AskLimits, AskTokens, Decision, RequestHeld, RequestRefused, SettleGrant
 from extproc.core.states import IllegalEvent, State
 from extproc.errors import LimitsUnavailable, RateLimited
 from tests.extproc.core.setting import GATES, ONE, snapshot
@@ -106,7 +106,7 @@ def test_counting_tokens_passes_by_the_queue_but_not_past_limits() -> None:
         return core.arrive(request(core, stream=False, max_tokens=50), 0.0)[0]
 
     assert isinstance(generate(), Decision)
-    assert isinstance(generate(), Held)
+    assert isinstance(generate(), RequestHeld)
     assert isinstance(count(core), Decision)
     assert isinstance(count(core), Decision)
     assert isinstance(count(core), RequestRefused)
@@ -114,7 +114,7 @@ def test_counting_tokens_passes_by_the_queue_but_not_past_limits() -> None:
 
 def test_counting_tokens_waits_for_an_engine_as_all_do() -> None:
     core = Core(snapshot("", GATES[1]), rng=random.Random(0), ticket_prefix="t")
-    assert isinstance(count(core), Held)
+    assert isinstance(count(core), RequestHeld)
 
 
 SMALL, BIG = "{modelServerName: small}", "{modelServerName: big}"

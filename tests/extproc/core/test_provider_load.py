@@ -10,12 +10,12 @@ from typing import Final
 
 import pytest
 
-from extproc.api.host_names import with_addresses
-from extproc.core.capacity import has_capacity, load_of
+from extproc.api.dns_resolution import with_addresses
+from extproc.core.capacity import has_capacity, load_fraction
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Held
-from extproc.core.peers import EngineReported, EventBatch, decode_events, encode_events
-from extproc.core.record import Head
+from extproc.core.effects import Decision, RequestHeld
+from extproc.core.peer_events import EngineReported, EventBatch, decode_events, encode_events
+from extproc.core.request_record import RequestHead
 from extproc.engines.metrics import EngineReport
 from tests.extproc.breakers import trip
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
@@ -42,9 +42,9 @@ def reports(core: Core, load: float, now: float, address: str = WEST) -> None:
     core.on_metrics(EngineReported("default/west", address, EngineReport(load=load)), now)
 
 
-def ask(core: Core, now: float) -> Decision | Held:
+def ask(core: Core, now: float) -> Decision | RequestHeld:
     own, _ = core.arrive(request(core), now, wants_reasons=True)
-    assert isinstance(own, Decision | Held)
+    assert isinstance(own, Decision | RequestHeld)
     return own
 
 
@@ -61,7 +61,7 @@ def moved(core: Core, now: float) -> list[str]:
 def test_a_request_that_waits_goes_to_a_provider_that_has_room_and_to_no_full_one() -> None:
     core = region()
     decided(core, 0.0)
-    assert isinstance(ask(core, 0.1), Held)
+    assert isinstance(ask(core, 0.1), RequestHeld)
     reports(core, 1.0, 0.5)
     assert moved(core, 0.7) == []
     reports(core, 0.99, 1.0)
@@ -71,7 +71,7 @@ def test_a_request_that_waits_goes_to_a_provider_that_has_room_and_to_no_full_on
 def test_a_report_that_is_old_says_nothing_and_the_provider_counts_as_one_that_never_reported() -> None:
     core = region()
     decided(core, 0.0)
-    assert isinstance(ask(core, 0.1), Held)
+    assert isinstance(ask(core, 0.1), RequestHeld)
     reports(core, 1.0, 0.5)
     # it counts for two and a half intervals of a second
     assert moved(core, 2.95) == []
@@ -135,7 +135,7 @@ def test_its_own_queue_holds_back_what_a_full_provider_would() -> None:
     core = region(west=PROVIDER + "flowControl: {timeout: 30s}\n", **only)
     reports(core, 1.0, 0.0)
     held = ask(core, 0.1)
-    assert isinstance(held, Held)
+    assert isinstance(held, RequestHeld)
     reports(core, 0.5, 1.0)
     assert moved(core, 1.1) == ["default/west"]
 
@@ -180,7 +180,7 @@ def test_if_no_other_target_has_room_the_weights_decide() -> None:
     # its one place is taken
     assert decided(core, 0.6).server == "default/own"
     found = Counter(type(ask(core, 0.7)).__name__ for _ in range(20))
-    assert found.keys() == {"Decision", "Held"}
+    assert found.keys() == {"Decision", "RequestHeld"}
 
 
 def test_nor_does_one_whose_breaker_is_open() -> None:
@@ -205,9 +205,9 @@ def test_a_sticky_split_does_not_follow_the_load() -> None:
 def test_what_is_told_of_a_split_leaves_out_a_full_target_that_gets_nothing(sticky: str, told: float) -> None:
     core = split(sticky=sticky)
     reports(core, 1.0, 0.5)
-    targets = core.builder.usual_targets(request(core).head, "m")
+    targets = core.builder.default_targets(request(core).head, "m")
     assert targets is not None
-    assert load_of(targets, core.pools, core.admission.gates, 0.6) == told
+    assert load_fraction(targets, core.pools, core.admission.gates, 0.6) == told
 
 
 def test_explain_says_so_too() -> None:
@@ -232,8 +232,8 @@ spec: {clients: Trusted, loadShownTo: [east]}
 
 
 def shown(core: Core, tenant: str = "east", now: float = 0.0, *, is_trusted: bool = True) -> float | None:
-    head = Head("GET", "/v1/models/m", {"x-attache-tenant": tenant}, has_body=False, is_trusted=is_trusted)
-    return core.shown_load(head, "m", now)
+    head = RequestHead("GET", "/v1/models/m", {"x-attache-tenant": tenant}, has_body=False, is_trusted=is_trusted)
+    return core.load_for_caller(head, "m", now)
 
 
 def telling(own: str = QUEUE, others: str = SHOWN, **rule: object) -> Core:
@@ -268,7 +268,7 @@ def test_it_is_full_while_requests_wait_or_no_engine_is_usable() -> None:
     core = telling()
     first = decided(core, 0.0)
     decided(core, 0.0)
-    assert isinstance(ask(core, 0.1), Held)
+    assert isinstance(ask(core, 0.1), RequestHeld)
     core.pools["default/own"].table.in_flight[first.assignment.endpoint.row] = 0
     assert shown(core, now=0.2) == 1
     core = telling()

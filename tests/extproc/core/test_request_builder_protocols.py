@@ -12,8 +12,8 @@ from extproc.api.spec import STEPS_LISTENER
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.pipeline import usage_to_reserve
-from extproc.core.record import Head, Outcome
-from extproc.endpoints.costs import learn_service_time, service_times
+from extproc.core.request_record import Outcome, RequestHead
+from extproc.endpoints.learned_speeds import learn_service_time, service_times
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import (
     BadRequest,
@@ -24,15 +24,15 @@ from extproc.errors import (
     UnknownModel,
     UnknownPath,
 )
-from extproc.protocol import Api
-from extproc.scheduling.pickers import LeastWork
+from extproc.scheduling.builtin_pickers import LeastWork
+from extproc.wire_protocol import Api
 from tests.extproc.conftest import settle
 from tests.extproc.scenes import configuration, core_of, endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
 
 V2 = "model: forest\nprotocol: V2\n" + endpoints("10.0.0.1:80", "10.0.0.2:80")
 RULES = "rules: [{targetModels: [{modelServerName: v2}]}]"
@@ -41,8 +41,8 @@ INFER = "/v2/models/iris/infer"
 
 
 def arrive(core: Core, path: str = INFER, method: str = "POST", headers: Mapping[str, str] | None = None) -> Arrival:
-    head = Head(method, path.partition("?")[0], {":path": path, **(headers or {})}, has_body=method == "POST")
-    return core.builder.by_model(head, b"")
+    head = RequestHead(method, path.partition("?")[0], {":path": path, **(headers or {})}, has_body=method == "POST")
+    return core.builder.build_by_model(head, b"")
 
 
 def decided(core: Core, path: str = INFER, now: float = 0.0) -> Decision:
@@ -82,14 +82,14 @@ def test_targets_of_another_protocol_get_no_request_of_this_one() -> None:
     assert {arrive(core).destination.server for _ in range(20)} == {"default/v2"}
     predict = arrive(core, "/v1/models/iris:predict")
     assert (predict.destination.server, predict.request.api) == ("default/v1", Api.V1)
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+    head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
     body = b'{"model": "iris", "messages": []}'
-    assert {core.builder.by_model(head, body).destination.server for _ in range(20)} == {"default/chat"}
+    assert {core.builder.build_by_model(head, body).destination.server for _ in range(20)} == {"default/chat"}
     # a request that is held moves among those alone
     core.apply(
         configuration(servers=servers, routes={"iris": f"modelName: iris\nrules: [{{targetModels: [{targets}]}}]"}), 1.0
     )
-    assert [one.pool.name for one in core.builder.tiers_of(predict)] == ["default/v1"]
+    assert [one.pool.name for one in core.builder.arrivals_at_tiers(predict)] == ["default/v1"]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_what_no_engine_serves_is_refused(method: str, path: str, error: type[Ex
 
 def test_a_chat_for_such_a_model_says_where_it_is() -> None:
     core = core_of(servers={"v2": V2}, routes=IRIS)
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
+    head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
     with pytest.raises(UnknownPath, match="V2; write POST /v2/models/iris/infer"):
-        core.builder.by_model(head, b'{"model": "iris", "messages": []}')
+        core.builder.build_by_model(head, b'{"model": "iris", "messages": []}')
 
 
 def test_it_is_limited_by_requests_and_counts_no_tokens() -> None:
@@ -132,9 +132,9 @@ def test_it_is_limited_by_requests_and_counts_no_tokens() -> None:
 def test_a_server_that_an_http_route_chose_is_asked_as_the_client_wrote() -> None:
     core = core_of(servers={"v2": V2}, routes=IRIS)
     for path, api in (("/v2/models/other/infer", Api.V2), ("/v2/models/other/stats", None), ("/v1/completions", None)):
-        head = Head("POST", path, {":path": path}, has_body=True)
+        head = RequestHead("POST", path, {":path": path}, has_body=True)
         assert not core.builder.reads_body(head, "default/v2")
-        arrival = core.builder.to_server("default/v2", head, b"")
+        arrival = core.builder.build_for_server("default/v2", head, b"")
         assert arrival.request.api is api
         own, _ = core.arrive(arrival, 0.0)
         assert isinstance(own, Decision)
@@ -147,14 +147,14 @@ def test_a_server_that_an_http_route_chose_is_asked_as_the_client_wrote() -> Non
 def test_repository_verbs_are_refused_whoever_chose_the_server(path: str) -> None:
     core = core_of(servers={"v2": V2}, routes=IRIS)
     with pytest.raises(RepositoryRefused):
-        core.builder.to_server("default/v2", Head("POST", path, {}, has_body=True), b"")
+        core.builder.build_for_server("default/v2", RequestHead("POST", path, {}, has_body=True), b"")
 
 
 def test_repository_verbs_are_refused_also_if_their_beginning_is_the_prefix_of_the_server() -> None:
     core = core_of(servers={"v2": f"pathPrefix: /v2\n{V2}"}, routes=IRIS)
     for path in ("/repository/index", "//repository/models/x/load", "/repository"):
         with pytest.raises(RepositoryRefused):
-            core.builder.to_server("default/v2", Head("POST", path, {}, has_body=True), b"")
+            core.builder.build_for_server("default/v2", RequestHead("POST", path, {}, has_body=True), b"")
 
 
 def test_a_caller_who_may_not_use_it_learns_nothing_of_its_protocol() -> None:
@@ -202,7 +202,7 @@ def test_the_faster_engine_gets_more_of_the_work() -> None:
 
 def test_what_was_learned_of_an_engine_without_work_is_forgotten() -> None:
     table = EndpointTable()
-    table.replace(["a", "b", "c"])
+    table.replace_endpoints(["a", "b", "c"])
     assert service_times(table, 0.0)[:3].tolist() == [1.0, 1.0, 1.0]
     for row, seconds in ((0, 0.01), (1, 0.03)):
         learn_service_time(table, row, engine_s=seconds, in_flight=1, now=0.0)
@@ -229,7 +229,7 @@ def explained(predictor: str) -> Core:
 
 @pytest.mark.parametrize(("predictor", "ready"), [(endpoints("10.0.0.1:80"), True), ("endpoints: []", False)])
 def test_an_explainer_does_not_make_a_model_ready(predictor: str, ready: bool) -> None:
-    head = Head("GET", "/v1/models/iris", {}, has_body=False)
+    head = RequestHead("GET", "/v1/models/iris", {}, has_body=False)
     assert explained(predictor).builder.is_ready("iris", "V1", head, 0.0) is ready
 
 
@@ -238,7 +238,9 @@ def test_clients_and_steps_have_routes_of_one_name() -> None:
     assert [one.name for one in core.builder.models] == ["iris"]
 
     def server_of(path: str, listener: str = "") -> str:
-        return core.builder.by_model(Head("POST", path, {}, has_body=True, listener=listener), b"").destination.server
+        return core.builder.build_by_model(
+            RequestHead("POST", path, {}, has_body=True, listener=listener), b""
+        ).destination.server
 
     assert server_of("/v1/models/iris:predict") == "default/v1"
     assert server_of("/v1/models/iris:explain") == "default/explainer"
@@ -259,8 +261,8 @@ spec: {steps: "127.0.0.1:8081", budgets: [{name: all, window: Month, max: {reque
     core = Core(configuration(servers=servers, routes=routes, others=gateway), rng=random.Random(0), ticket_prefix="t")
 
     def ask(listener: str) -> object:
-        head = Head("POST", INFER, {":path": INFER}, has_body=True, listener=listener)
-        return core.arrive(core.builder.by_model(head, b""), 0.0)[0]
+        head = RequestHead("POST", INFER, {":path": INFER}, has_body=True, listener=listener)
+        return core.arrive(core.builder.build_by_model(head, b""), 0.0)[0]
 
     assert [type(ask(STEPS_LISTENER)) for _ in range(3)] == [Decision] * 3
     assert [type(ask("")) for _ in range(2)] == [Decision, RequestRefused]

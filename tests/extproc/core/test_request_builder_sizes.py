@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from bench.sizes.configuration import GatewayPorts, Sizes, configuration, model_route
-from extproc.api.load import Loader
+from extproc.api.config_loader import SnapshotLoader
 from extproc.core import request_builder as builder
 from extproc.core.core import Core
-from extproc.core.record import Head
 from extproc.core.request_builder import CallerAccess
-from extproc.protocol import CLIENT
-from extproc.routing import resolve
+from extproc.core.request_record import RequestHead
+from extproc.routing import routing_table
+from extproc.wire_protocol import CLIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,19 +43,19 @@ def files() -> dict[str, bytes]:
     return configuration(SIZES, GATEWAY, "Close")
 
 
-def core_of(loader: Loader, files: dict[str, bytes]) -> Core:
+def core_of(loader: SnapshotLoader, files: dict[str, bytes]) -> Core:
     return Core(loader.load(files), rng=random.Random(0), ticket_prefix="t")
 
 
 def test_a_change_of_one_route_compiles_that_one(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = Loader()
+    loader = SnapshotLoader()
     core = core_of(loader, files)
-    compiled = counted(monkeypatch, resolve, "_compile_all")
+    compiled = counted(monkeypatch, routing_table, "_compile_all")
     documents = msgspec.json.decode(files["routes-0.json"])
     documents[3] = model_route(SIZES, 3, limited=True, name="renamed")
     core.apply(loader.load({**files, "routes-0.json": msgspec.json.encode(documents)}), 1.0)
     assert len(compiled) == 1
-    head = Head("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True)
+    head = RequestHead("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True)
     names = {one.name for one in core.builder.models}
     assert "renamed" in names
     assert "model-3" not in names
@@ -63,13 +63,15 @@ def test_a_change_of_one_route_compiles_that_one(files: dict[str, bytes], monkey
 
 
 def test_another_model_of_a_server_compiles_its_routes(files: dict[str, bytes]) -> None:
-    loader = Loader()
+    loader = SnapshotLoader()
     core = core_of(loader, files)
     servers = files["servers-0.json"].replace(b'"org/model-3"', b'"org/other"')
     core.apply(loader.load({**files, "servers-0.json": servers}), 1.0)
-    route = core.builder.models_for(Head("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True))
+    route = core.builder.models_for(
+        RequestHead("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True)
+    )
     assert len(route) == SIZES.model_routes + SIZES.adapters
-    found = resolve.RoutingTable(core.snapshot).destinations("model-3")
+    found = routing_table.RoutingTable(core.snapshot).destinations("model-3")
     assert [one.model for one in found] == ["org/other"]
     assert [one.model for one in core._routing.destinations("model-3")] == ["org/other"]
 
@@ -77,10 +79,11 @@ def test_another_model_of_a_server_compiles_its_routes(files: dict[str, bytes]) 
 def test_the_list_of_models_is_judged_once_for_a_caller_and_one_model_by_itself(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = core_of(Loader(), files)
+    core = core_of(SnapshotLoader(), files)
     judged = counted(monkeypatch, CallerAccess, "may_list")
     heads = [
-        Head("GET", "/v1/models", {CLIENT: f"key-{number}"}, has_body=False, is_trusted=True) for number in range(2)
+        RequestHead("GET", "/v1/models", {CLIENT: f"key-{number}"}, has_body=False, is_trusted=True)
+        for number in range(2)
     ]
     first = core.builder.models_for(heads[0])
     assert len(judged) == len(first) == SIZES.model_routes + SIZES.adapters
@@ -98,9 +101,11 @@ def test_the_list_of_models_is_judged_once_for_a_caller_and_one_model_by_itself(
 
 def test_lists_of_many_callers_are_bounded(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "_MOST_LISTS", 3)
-    core = core_of(Loader(), files)
+    core = core_of(SnapshotLoader(), files)
     for number in range(10):
-        core.builder.models_for(Head("GET", "/v1/models", {CLIENT: f"key-{number}"}, has_body=False, is_trusted=True))
+        core.builder.models_for(
+            RequestHead("GET", "/v1/models", {CLIENT: f"key-{number}"}, has_body=False, is_trusted=True)
+        )
     assert len(core.builder._lists) == 3
 
 
@@ -108,8 +113,8 @@ def test_a_caller_whose_list_is_not_kept_takes_nobodys_kept_list_away(
     files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "_MOST_LISTS", 1)
-    core = core_of(Loader(), files)
-    kept = Head("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True)
+    core = core_of(SnapshotLoader(), files)
+    kept = RequestHead("GET", "/v1/models", {CLIENT: "key-0"}, has_body=False, is_trusted=True)
     first = core.builder.models_for(kept)
     with_claims = msgspec.structs.replace(kept, claims={"team": ["a"]})
     assert core.builder.models_for(with_claims) == first

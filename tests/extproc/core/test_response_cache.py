@@ -15,20 +15,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.core.core import Core
-from extproc.core.effects import AnswerRead, Broadcast, CacheLookup, Decision, Fault, RequestRefused
-from extproc.core.peers import EventBatch, decode_events, encode_events
-from extproc.core.response_cache import OVERHEAD_BYTES, AnswerStore, Directives, Key, directives_in, is_whole
+from extproc.core.effects import AnswerReadForCache, Broadcast, CacheLookup, Decision, Fault, RequestRefused
+from extproc.core.peer_events import EventBatch, decode_events, encode_events
+from extproc.core.response_cache import (
+    OVERHEAD_BYTES,
+    AnswerStore,
+    CacheControl,
+    CacheKey,
+    is_complete_answer,
+    parse_cache_control,
+)
 from extproc.core.states import State
 from extproc.errors import BadRequest, NotCached, RateLimited, StoredAnswer
-from extproc.protocol import REVISION_LABEL as REVISION
-from extproc.protocol import Api
+from extproc.wire_protocol import REVISION_LABEL as REVISION
+from extproc.wire_protocol import Api
 from tests.extproc.scenes import CHAT, configuration, endpoints, request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.api.snapshot import Snapshot
-    from extproc.core.record import Arrival
+    from extproc.core.request_record import Arrival
 
 SERVER: Final = f"scrapeInterval: 0s\n{endpoints('10.0.0.1:8000')}"
 WHOLE: Final = b'{"choices": [{"finish_reason": "stop"}]}'
@@ -70,7 +77,7 @@ def hit(core: Core, arrival: Arrival, now: float = 0.0) -> StoredAnswer | None:
 
 def fill(core: Core, arrival: Arrival, body: bytes = WHOLE, now: float = 0.0) -> None:
     (read,) = core.on_answer(decided(core, arrival, now).ticket, "json", body, now)
-    assert read == AnswerRead("default/chat", "stored")
+    assert read == AnswerReadForCache("default/chat", "stored")
 
 
 def test_an_equal_request_is_answered_and_uses_one_request_of_its_limits_and_no_tokens() -> None:
@@ -97,7 +104,7 @@ def test_a_fault_of_the_cache_costs_no_request(monkeypatch: pytest.MonkeyPatch) 
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(core.answers, "get", fails)
+    monkeypatch.setattr(core.stored_answers, "get", fails)
     own, effects = core.arrive(asks(core), 0.0)
     assert isinstance(own, Decision)
     assert own.cache_bytes == 0
@@ -107,7 +114,7 @@ def test_a_fault_of_the_cache_costs_no_request(monkeypatch: pytest.MonkeyPatch) 
 def test_a_route_without_a_cache_marks_no_answer() -> None:
     core = Core(configuration(servers={"llama": SERVER}), rng=random.Random(0), ticket_prefix="t")
     assert decided(core, asks(core)).cache_bytes == 0
-    assert core.on_answer("t-1", "json", WHOLE, 0.0) == [AnswerRead("", "unknown")]
+    assert core.on_answer("t-1", "json", WHOLE, 0.0) == [AnswerReadForCache("", "unknown")]
     assert hit(core, asks(core)) is None
 
 
@@ -190,8 +197,8 @@ def test_what_is_ignored_and_what_is_not() -> None:
     twice = arrival.body[:-1] + b', "temperature": 0}'
     nested = arrival.body.replace(b'"content": "hi"', b'"content": "evil", "content": "hi"')
     head = arrival.head
-    assert key_in(core, core.builder.by_model(head, twice)) == before
-    assert key_in(core, core.builder.by_model(head, nested)) != before
+    assert key_in(core, core.builder.build_by_model(head, twice)) == before
+    assert key_in(core, core.builder.build_by_model(head, nested)) != before
 
 
 BYPASSED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
@@ -230,12 +237,12 @@ def test_seeds_any_temperature_own_tools_and_embeddings_are_looked_up() -> None:
 
 
 def test_clients_decide_by_cache_control() -> None:
-    assert directives_in("") == Directives()
-    assert directives_in("No-Cache, max-age=0") == Directives(reads=False, max_age_s=0)
-    assert directives_in('max-age="60"') == Directives(max_age_s=60)
+    assert parse_cache_control("") == CacheControl()
+    assert parse_cache_control("No-Cache, max-age=0") == CacheControl(reads=False, max_age_s=0)
+    assert parse_cache_control('max-age="60"') == CacheControl(max_age_s=60)
     for odd in ("max-age=", "max-age=-1", "max-age=1e9", f"max-age={'9' * 5000}"):
-        assert directives_in(odd).max_age_s == 0
-    assert directives_in("private, =, ,;no-cache") == Directives()
+        assert parse_cache_control(odd).max_age_s == 0
+    assert parse_cache_control("private, =, ,;no-cache") == CacheControl()
 
     core = cached()
     own = core.arrive(asks(core, headers={"cache-control": "only-if-cached"}), 0.0)[0]
@@ -252,13 +259,13 @@ def test_a_ttl_ends_and_another_generation_or_the_end_of_the_cache_empties_it() 
     fill(core, asks(core))
     assert hit(core, asks(core), 89.0) is not None
     assert hit(core, asks(core), 111.0) is None
-    assert core.answers.bytes == 0
+    assert core.stored_answers.bytes == 0
 
     for after in ("cache: {ttl: 100s, generation: 1}", ""):
         core = cached("ttl: 100s")
         fill(core, asks(core))
         core.apply(configuration(servers={"llama": SERVER}, routes={"chat": after}), 1.0)
-        assert (core.answers.bytes, len(core.answers)) == (0, 0)
+        assert (core.stored_answers.bytes, len(core.stored_answers)) == (0, 0)
         assert hit(core, asks(core), 1.0) is None
 
 
@@ -306,24 +313,24 @@ def test_an_answer_is_not_stored_if_engines_of_another_revision_have_come_meanwh
     core = Core(of_revisions("old"), rng=random.Random(0), ticket_prefix="t")
     ticket = decided(core, asks(core)).ticket
     core.apply(of_revisions("new"), 1.0)
-    assert core.on_answer(ticket, "json", WHOLE, 1.0) == [AnswerRead("default/chat", "outdated")]
+    assert core.on_answer(ticket, "json", WHOLE, 1.0) == [AnswerReadForCache("default/chat", "outdated")]
     core.apply(of_revisions("old"), 2.0)
     assert hit(core, asks(core), 2.0) is None
     ticket = decided(core, asks(core), 2.0).ticket
     core.apply(configuration(servers={"other": SERVER}, routes={"chat": "cache: {}"}), 3.0)
-    assert core.on_answer(ticket, "json", WHOLE, 3.0) == [AnswerRead("default/chat", "outdated")]
+    assert core.on_answer(ticket, "json", WHOLE, 3.0) == [AnswerReadForCache("default/chat", "outdated")]
 
 
 def test_an_answer_comes_once_and_only_for_a_ticket_that_waits() -> None:
     core = cached()
     ticket = decided(core, asks(core)).ticket
-    assert core.on_answer("t-77", "json", WHOLE, 0.0) == [AnswerRead("", "unknown")]
-    assert core.on_answer(ticket, "json", b"{}", 0.0) == [AnswerRead("default/chat", "not_whole")]
-    assert core.on_answer(ticket, "json", WHOLE, 0.0) == [AnswerRead("", "unknown")]
+    assert core.on_answer("t-77", "json", WHOLE, 0.0) == [AnswerReadForCache("", "unknown")]
+    assert core.on_answer(ticket, "json", b"{}", 0.0) == [AnswerReadForCache("default/chat", "not_whole")]
+    assert core.on_answer(ticket, "json", WHOLE, 0.0) == [AnswerReadForCache("", "unknown")]
     assert hit(core, asks(core)) is None
     for number in range(5000):
         decided(core, asks(core, f"prompt {number}"))
-    assert core.on_answer(ticket, "json", WHOLE, 0.0) == [AnswerRead("", "unknown")]
+    assert core.on_answer(ticket, "json", WHOLE, 0.0) == [AnswerReadForCache("", "unknown")]
     assert len(core._caches._awaited) == 4096
 
 
@@ -338,7 +345,7 @@ def test_workers_hand_answers_to_the_one_that_waits_and_share_them() -> None:
     ticket = decided(one, asks(one)).ticket
     # Envoy sends it to the other one
     stored = one.ingest(batch_of(two, two.on_answer(ticket, "json", WHOLE, 0.0)), 0.0)
-    assert AnswerRead("default/chat", "stored") in stored
+    assert AnswerReadForCache("default/chat", "stored") in stored
     two.ingest(batch_of(one, stored), 0.0)
     assert hit(one, asks(one)) is not None
     assert hit(two, asks(two)) is not None
@@ -346,7 +353,7 @@ def test_workers_hand_answers_to_the_one_that_waits_and_share_them() -> None:
     # one whose configuration has no cache yet, or no more
     plain = Core(configuration(servers={"llama": SERVER}), rng=random.Random(0), ticket_prefix="three", machine="m")
     plain.ingest(batch_of(one, stored), 0.0)
-    assert plain.answers.bytes == 0
+    assert plain.stored_answers.bytes == 0
     # a long answer stays where it is
     assert two.on_answer("one-9", "json", b"x" * (257 << 10), 0.0) == []
 
@@ -360,7 +367,7 @@ def test_workers_hand_answers_to_the_one_that_waits_and_share_them() -> None:
 def test_the_store_counts_every_byte_and_stays_within_its_bound(steps: list[tuple[str, int, int, bool]]) -> None:
     store = AnswerStore(12_000)
     for now, (scope, number, size, is_read) in enumerate(steps):
-        key = Key(scope, f"{scope}:{number}")
+        key = CacheKey(scope, f"{scope}:{number}")
         if is_read:
             store.get(key, float(now))
         else:
@@ -374,14 +381,14 @@ def test_the_store_counts_every_byte_and_stays_within_its_bound(steps: list[tupl
 
 def test_who_fills_the_store_loses_his_own_and_what_is_used_stays() -> None:
     store = AnswerStore(100_000)
-    store.put(Key("quiet", "quiet:1"), "json", b"x" * 1000, now=0.0, ttl_s=1e6)
-    store.put(Key("loud", "loud:used"), "json", b"x" * 1000, now=0.0, ttl_s=1e6)
+    store.put(CacheKey("quiet", "quiet:1"), "json", b"x" * 1000, now=0.0, ttl_s=1e6)
+    store.put(CacheKey("loud", "loud:used"), "json", b"x" * 1000, now=0.0, ttl_s=1e6)
     for number in range(1000):
-        store.put(Key("loud", f"loud:{number}"), "json", b"x" * 1000, now=1.0, ttl_s=1e6)
-        assert store.get(Key("loud", "loud:used"), 1.0) is not None
-    assert store.get(Key("quiet", "quiet:1"), 1.0) is not None
+        store.put(CacheKey("loud", f"loud:{number}"), "json", b"x" * 1000, now=1.0, ttl_s=1e6)
+        assert store.get(CacheKey("loud", "loud:used"), 1.0) is not None
+    assert store.get(CacheKey("quiet", "quiet:1"), 1.0) is not None
     assert store.evicted > 900
-    assert not store.put(Key("a", "a:1"), "json", b"x" * 100_000, now=1.0, ttl_s=1.0)
+    assert not store.put(CacheKey("a", "a:1"), "json", b"x" * 100_000, now=1.0, ttl_s=1.0)
 
 
 def test_small_answers_take_no_more_memory_than_is_counted() -> None:
@@ -390,7 +397,7 @@ def test_small_answers_take_no_more_memory_than_is_counted() -> None:
     try:
         for number in range(5000):
             name = f"c1:route:0:tenant:{number}"
-            store.put(Key(name, f"{name}:{'k' * 100}{number}"), "json", b"x%d" % number, now=0.0, ttl_s=1e6)
+            store.put(CacheKey(name, f"{name}:{'k' * 100}{number}"), "json", b"x%d" % number, now=0.0, ttl_s=1e6)
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -412,24 +419,24 @@ STREAM: Final = [
 def test_a_stream_is_whole_only_at_its_last_byte() -> None:
     whole = b"".join(STREAM)
     for text in (whole, whole.replace(b"\n", b"\r\n"), b": ping\n\n" + whole):
-        assert is_whole(Api.CHAT, "stream", text)
+        assert is_complete_answer(Api.CHAT, "stream", text)
         for end in range(len(text)):
-            assert not is_whole(Api.CHAT, "stream", text[:end]), end
-    assert not is_whole(Api.CHAT, "json", whole)
-    assert not is_whole(Api.EMBEDDINGS, "stream", whole)
+            assert not is_complete_answer(Api.CHAT, "stream", text[:end]), end
+    assert not is_complete_answer(Api.CHAT, "json", whole)
+    assert not is_complete_answer(Api.EMBEDDINGS, "stream", whole)
     for without in (0, 2):
-        assert is_whole(Api.CHAT, "stream", b"".join(STREAM[:without] + STREAM[without + 1 :]))
+        assert is_complete_answer(Api.CHAT, "stream", b"".join(STREAM[:without] + STREAM[without + 1 :]))
     for without in (1, 3):
-        assert not is_whole(Api.CHAT, "stream", b"".join(STREAM[:without] + STREAM[without + 1 :]))
+        assert not is_complete_answer(Api.CHAT, "stream", b"".join(STREAM[:without] + STREAM[without + 1 :]))
     for reason in ("content_filter", "abort", "error", ""):
-        assert not is_whole(Api.CHAT, "stream", whole.replace(b'"stop"', b'"%s"' % reason.encode()))
+        assert not is_complete_answer(Api.CHAT, "stream", whole.replace(b'"stop"', b'"%s"' % reason.encode()))
 
 
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_whatever_an_engine_writes_is_judged_without_an_error(body: bytes) -> None:
     for api in Api:
-        assert is_whole(api, "json", body) in {True, False}
-        assert is_whole(api, "stream", b"data: " + body + b"\n\n") in {True, False}
+        assert is_complete_answer(api, "json", body) in {True, False}
+        assert is_complete_answer(api, "stream", b"data: " + body + b"\n\n") in {True, False}
 
 
 def test_the_key_is_of_what_a_rule_makes_of_the_request() -> None:

@@ -22,10 +22,17 @@ from hypothesis.stateful import (
 
 from extproc.core.core import Core
 from extproc.core.effects import AskGuard, AskLimits
-from extproc.core.peers import SILENCE_S, AdapterChanged, EngineReported, ProcessAlive, RequestEnded, RequestStarted
-from extproc.core.record import Head
+from extproc.core.peer_events import (
+    SILENCE_S,
+    AdapterChanged,
+    EngineReported,
+    ProcessAlive,
+    RequestEnded,
+    RequestStarted,
+)
+from extproc.core.request_record import RequestHead
 from extproc.core.states import TRANSITIONS, Event, IllegalEvent, State
-from extproc.engines.answers import LoadProblem
+from extproc.engines.engine_responses import AdapterLoadProblem
 from extproc.engines.metrics import EngineReport
 from extproc.errors import Refusal
 from tests.examples import examples
@@ -77,8 +84,8 @@ def test_every_state_can_be_reached_and_left() -> None:
 
 def test_an_illegal_event_names_the_request_and_changes_nothing() -> None:
     core = Core(snapshot(), rng=random.Random(0), ticket_prefix="t")
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-    own, _ = core.arrive(core.builder.by_model(head, body(1, stream=False)), 0.0)
+    head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
+    own, _ = core.arrive(core.builder.build_by_model(head, body(1, stream=False)), 0.0)
     with pytest.raises(IllegalEvent, match=r"ANSWERED is not legal while request t-1 is in state RUNNING"):
         core.resume(own.ticket, None, 0.0)
     assert core.state_of(own.ticket) is State.RUNNING
@@ -191,8 +198,8 @@ class Requests(Life, RuleBasedStateMachine):
         self.leg_ends(ticket, msgspec.structs.replace(done, **PREFILL_FAILURES.get(kind, {})))
 
     @precondition(lambda self: self.loads)
-    @rule(data=st.data(), problem=st.sampled_from([None, None, *LoadProblem]))
-    def a_load_ends(self, data: st.DataObject, problem: LoadProblem | None) -> None:
+    @rule(data=st.data(), problem=st.sampled_from([None, None, *AdapterLoadProblem]))
+    def a_load_ends(self, data: st.DataObject, problem: AdapterLoadProblem | None) -> None:
         self.load_ends(data.draw(st.sampled_from(self.loads)), problem)
 
     @rule(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits, AskTokens, Decision, Held, LoadAdapter, RequestRefused
-from extproc.core.record import AdapterLoadResult, Head
+from extproc.core.effects import AskLimits, AskTokens, Decision, LoadAdapter, RequestHeld, RequestRefused
+from extproc.core.request_record import AdapterLoadResult, RequestHead
 from extproc.core.states import State
-from extproc.core.trace import Step, Trace, TraceParent, parent_of
-from extproc.core.trace_attributes import decision_tags, pick_attributes, tags_of
+from extproc.core.trace import Trace, TraceParent, TraceStep, parse_trace_parent
+from extproc.core.trace_attributes import decision_tags, pick_attributes, request_tags
 from tests.extproc.core.setting import ACTIVATIONS, GATES, LIMITS, ONE, SERVER, body, prefilled, snapshot
 
 if TYPE_CHECKING:
@@ -41,27 +41,27 @@ PARENT = TraceParent(TRACE, SPAN)
     ],
 )
 def test_the_parent_is_read_if_it_is_sampled(value: str, parent: TraceParent | None) -> None:
-    assert parent_of([("x-request-id", "1"), ("traceparent", value)]) == parent
+    assert parse_trace_parent([("x-request-id", "1"), ("traceparent", value)]) == parent
 
 
 def test_a_stream_without_a_parent_is_not_sampled() -> None:
-    assert parent_of([("x-attache-bundle", "1")]) is None
+    assert parse_trace_parent([("x-attache-bundle", "1")]) is None
 
 
 def test_each_step_ends_where_the_next_begins() -> None:
     trace = Trace(PARENT, 1.0)
     trace.start_step("parse", 1.0)
-    trace.enter(State.ASKING_LIMITS, 1.5)
-    trace.enter(State.AWAITING_ENGINE, 2.0)
-    trace.enter(State.LOADING, 3.0)
-    trace.enter(State.QUEUED, 4.5)
-    trace.refused("queue_timeout", 6.0)
+    trace.enter_state(State.ASKING_LIMITS, 1.5)
+    trace.enter_state(State.AWAITING_ENGINE, 2.0)
+    trace.enter_state(State.LOADING, 3.0)
+    trace.enter_state(State.QUEUED, 4.5)
+    trace.on_refusal("queue_timeout", 6.0)
     assert trace.steps == [
-        Step("parse", 1.0, 1.5),
-        Step("limits", 1.5, 2.0),
-        Step("engine", 2.0, 3.0),
-        Step("adapter", 3.0, 4.5),
-        Step("queue", 4.5, 6.0),
+        TraceStep("parse", 1.0, 1.5),
+        TraceStep("limits", 1.5, 2.0),
+        TraceStep("engine", 2.0, 3.0),
+        TraceStep("adapter", 3.0, 4.5),
+        TraceStep("queue", 4.5, 6.0),
     ]
     assert (trace.error, trace.ended_s, trace.tags["queue_ms"]) == ("queue_timeout", 6.0, 5000)
 
@@ -69,26 +69,26 @@ def test_each_step_ends_where_the_next_begins() -> None:
 def test_a_request_that_never_rests_keeps_a_bounded_number_of_steps() -> None:
     trace = Trace(PARENT, 0.0)
     for second in range(1000):
-        trace.enter(State.LOADING if second % 2 else State.QUEUED, float(second))
-    trace.refused("no_endpoint", 1000.0)
+        trace.enter_state(State.LOADING if second % 2 else State.QUEUED, float(second))
+    trace.on_refusal("no_endpoint", 1000.0)
     assert len(trace.steps) == 32
 
 
 def test_the_core_notes_what_a_request_waits_for() -> None:
     core = Core(snapshot(ONE, gate=GATES[1], limits=LIMITS[2]), rng=random.Random(1), ticket_prefix="t")
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-    arrivals = [core.builder.by_model(head, body(5, stream=False)) for _ in range(2)]
+    head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
+    arrivals = [core.builder.build_by_model(head, body(5, stream=False)) for _ in range(2)]
     first, _ = core.arrive(arrivals[0], 0.0)
     sent, _ = core.resume(first.ticket, None, 0.5)
     assert isinstance(sent, Decision)
-    trace = Trace(PARENT, 1.0, tags_of(arrivals[1]))
+    trace = Trace(PARENT, 1.0, request_tags(arrivals[1]))
     own, _ = core.arrive(arrivals[1], 1.0, wants_reasons=True, trace=trace)
     assert isinstance(own, AskLimits)
     held, _ = core.resume(own.ticket, None, 1.5)
-    assert isinstance(held, Held)
+    assert isinstance(held, RequestHeld)
     effects = [*core.on_stream_closed(first.ticket, 4.0), *core.tick(4.0)]
     (decision,) = [one for one in effects if isinstance(one, Decision)]
-    trace.decided(pick_attributes(decision), decision_tags(decision), 4.25)
+    trace.on_decision(pick_attributes(decision), decision_tags(decision), 4.25)
     assert [(one.name, one.start_s, one.end_s) for one in trace.steps] == [
         ("limits", 1.0, 1.5),
         ("queue", 1.5, 4.0),
@@ -107,16 +107,16 @@ def test_the_core_notes_what_a_request_waits_for() -> None:
 def begun(core: Core, *, model: str = "m") -> tuple[RequestEffect, list[Effect], Trace]:
     """A sampled request that arrives at 0."""
     trace = Trace(PARENT, 0.0)
-    head = Head("POST", "/v1/chat/completions", {}, has_body=True)
-    own, effects = core.arrive(core.builder.by_model(head, body(5, stream=False, model=model)), 0.0, trace=trace)
+    head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
+    own, effects = core.arrive(core.builder.build_by_model(head, body(5, stream=False, model=model)), 0.0, trace=trace)
     return own, effects, trace
 
 
-def steps_of(trace: Trace, effects: Iterable[Effect | RequestEffect | None], now: float) -> list[Step]:
+def steps_of(trace: Trace, effects: Iterable[Effect | RequestEffect | None], now: float) -> list[TraceStep]:
     """Without the attributes of the pick. The request is sent at ``now``."""
     (decision,) = [one for one in effects if isinstance(one, Decision)]
-    trace.decided(pick_attributes(decision), decision_tags(decision), now)
-    return [Step(one.name, one.start_s, one.end_s) for one in trace.steps]
+    trace.on_decision(pick_attributes(decision), decision_tags(decision), now)
+    return [TraceStep(one.name, one.start_s, one.end_s) for one in trace.steps]
 
 
 def test_a_tokenizer_that_is_asked_is_a_step() -> None:
@@ -125,41 +125,44 @@ def test_a_tokenizer_that_is_asked_is_a_step() -> None:
     own, _, trace = begun(core)
     assert isinstance(own, AskTokens)
     sent, _ = core.resume(own.ticket, list(range(100)), 0.5)
-    assert steps_of(trace, [sent], 0.6) == [Step("tokenize", 0.0, 0.5), Step("pick", 0.5, 0.6)]
+    assert steps_of(trace, [sent], 0.6) == [TraceStep("tokenize", 0.0, 0.5), TraceStep("pick", 0.5, 0.6)]
 
 
 def test_the_wait_for_a_first_engine_is_a_step() -> None:
     core = Core(snapshot("", activation=ACTIVATIONS[1]), rng=random.Random(1), ticket_prefix="t")
     own, _, trace = begun(core)
-    assert isinstance(own, Held)
+    assert isinstance(own, RequestHeld)
     effects = [*core.apply(snapshot(ONE, activation=ACTIVATIONS[1]), 3.0), *core.tick(3.0)]
-    assert steps_of(trace, effects, 3.1) == [Step("engine", 0.0, 3.0), Step("pick", 3.0, 3.1)]
+    assert steps_of(trace, effects, 3.1) == [TraceStep("engine", 0.0, 3.0), TraceStep("pick", 3.0, 3.1)]
 
 
 def test_the_wait_for_an_engine_that_never_comes_ends_with_the_refusal() -> None:
     core = Core(snapshot("", activation=ACTIVATIONS[1]), rng=random.Random(1), ticket_prefix="t")
     _, _, trace = begun(core)
     (refused,) = [one for one in core.tick(8.5) if isinstance(one, RequestRefused)]
-    trace.refused(refused.refusal.outcome, 8.5)
-    assert trace.steps == [Step("engine", 0.0, 8.5)]
+    trace.on_refusal(refused.refusal.outcome, 8.5)
+    assert trace.steps == [TraceStep("engine", 0.0, 8.5)]
     assert (trace.error, trace.ended_s) == (refused.refusal.outcome, 8.5)
 
 
 def test_the_load_of_an_adapter_is_a_step() -> None:
     core = Core(snapshot(ONE), rng=random.Random(1), ticket_prefix="t")
     own, effects, trace = begun(core, model="sql")
-    assert isinstance(own, Held)
+    assert isinstance(own, RequestHeld)
     (load,) = [one for one in (*effects, *core.tick(0.0)) if isinstance(one, LoadAdapter)]
     ended = core.on_result(AdapterLoadResult(load.server, load.address, load.adapter), 2.0)
-    assert steps_of(trace, [*ended, *core.tick(2.0)], 2.1) == [Step("adapter", 0.0, 2.0), Step("pick", 2.0, 2.1)]
+    assert steps_of(trace, [*ended, *core.tick(2.0)], 2.1) == [
+        TraceStep("adapter", 0.0, 2.0),
+        TraceStep("pick", 2.0, 2.1),
+    ]
 
 
 def test_a_prefill_elsewhere_is_a_step_after_the_pick_and_before_that_of_its_engine() -> None:
     core = Core(snapshot(ONE, pairs="Fail"), rng=random.Random(1), ticket_prefix="t")
     own, _, trace = begun(core)
-    assert isinstance(own, Held)
+    assert isinstance(own, RequestHeld)
     effects = core.on_result(prefilled(own.ticket, 1.5), 1.5)
     found = steps_of(trace, effects, 1.6)
-    assert found == [Step("prefill", 0.0, 1.5), Step("pick", 1.5, 1.6)]
+    assert found == [TraceStep("prefill", 0.0, 1.5), TraceStep("pick", 1.5, 1.6)]
     # the pick is explained by the engine that decodes
     assert trace.steps[-1].attributes["attache.pick.endpoint"] == "10.0.0.1:8000"

@@ -12,12 +12,12 @@ from extproc.core.effects import (
     Decision,
     EngineNeeded,
     EngineStarted,
-    Held,
     LoadAdapter,
+    RequestHeld,
     RequestRefused,
     WakeAt,
 )
-from extproc.core.record import BUNDLE, AdapterLoadResult, Attachment, Head
+from extproc.core.request_record import BUNDLE, AdapterLoadResult, GatewayProperties, RequestHead
 from extproc.core.states import State
 from tests.extproc.scenes import configuration
 
@@ -126,7 +126,7 @@ class Zero:
         *,
         model: str = "chat",
         urgency: str = "",
-        attachment: Attachment = BUNDLE,
+        attachment: GatewayProperties = BUNDLE,
         size: int = 2,
         tenant: str = "",
     ) -> list[str]:
@@ -134,14 +134,14 @@ class Zero:
         tickets = []
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "x" * size}]}).encode()
         headers = {"x-urgency": urgency} | ({"x-attache-tenant": tenant} if tenant else {})
-        head = Head("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=bool(tenant))
+        head = RequestHead("POST", "/v1/chat/completions", headers, has_body=True, is_trusted=bool(tenant))
         for _ in range(count):
             own, effects = self.core.arrive(
-                self.core.builder.by_model(head, body), self.now, attachment, wants_reasons=self.explains
+                self.core.builder.build_by_model(head, body), self.now, attachment, wants_reasons=self.explains
             )
             tickets.append(own.ticket)
             self.asked_at_s[own.ticket] = self.now
-            if isinstance(own, Held):
+            if isinstance(own, RequestHeld):
                 self.held[own.ticket] = own.longest_s
             self.perform([own, *effects])
         self.passes(0.0)
@@ -186,7 +186,7 @@ class Zero:
     def starts(self) -> list[float]:
         return [one.after_s for one in self.effects if isinstance(one, EngineStarted)]
 
-    def awaits(self, ticket: str) -> Held:
-        (found,) = [one for one in self.effects if isinstance(one, Held) and one.ticket == ticket]
+    def awaits(self, ticket: str) -> RequestHeld:
+        (found,) = [one for one in self.effects if isinstance(one, RequestHeld) and one.ticket == ticket]
         assert found.state is State.AWAITING_ENGINE
         return found

@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from extproc.endpoints.breaker import CLOSED, Breaker, BreakerState, Pass, ProbeTurns
+from extproc.endpoints.breaker import CLOSED, Breaker, BreakerPass, BreakerState, ProbeTurns
 from tests.examples import examples
 
 if TYPE_CHECKING:
@@ -51,22 +51,22 @@ def test_open_becomes_half_open_by_the_time_alone() -> None:
 
 
 def test_late_results_change_nothing() -> None:
-    before = Pass(CLOSED.generation)
+    before = BreakerPass(CLOSED.generation)
     breaker = tripped(CLOSED, 100.0)
     assert not breaker.is_current(before, 99.0)
-    probe = Pass(breaker.generation, "t1")
+    probe = BreakerPass(breaker.generation, "t1")
     closed = breaker.leased("t1", 101.3).succeeded("t1", 102.0)
     assert closed.state(102.0) is BreakerState.CLOSED
     assert not closed.is_current(probe, 101.3)
     assert not closed.is_current(before, 99.0)
-    assert closed.is_current(Pass(closed.generation), 102.1)
+    assert closed.is_current(BreakerPass(closed.generation), 102.1)
 
 
 def test_a_request_whose_generation_is_not_known_counts_if_it_was_sent_since() -> None:
     breaker = tripped(CLOSED, 100.0)
-    assert not breaker.is_current(Pass(), 99.9)
-    assert breaker.is_current(Pass(), 100.0)
-    assert CLOSED.is_current(Pass(), 0.0)
+    assert not breaker.is_current(BreakerPass(), 99.9)
+    assert breaker.is_current(BreakerPass(), 100.0)
+    assert CLOSED.is_current(BreakerPass(), 0.0)
 
 
 def test_while_it_is_open_only_probes_count() -> None:
@@ -117,10 +117,10 @@ def test_a_pause_that_an_endpoint_asks_for_is_bounded_and_no_failure() -> None:
 
 def test_the_share_grows_after_it_has_closed() -> None:
     breaker = tripped(CLOSED, 100.0).leased("t", 102.0).succeeded("t", 102.0)
-    assert [breaker.share(102.0 + seconds) for seconds in (0, 5, 10, 20)] == [0.1, 0.5, 1.0, 1.0]
-    assert CLOSED.share(0.0) == 1.0
+    assert [breaker.passing_share(102.0 + seconds) for seconds in (0, 5, 10, 20)] == [0.1, 0.5, 1.0, 1.0]
+    assert CLOSED.passing_share(0.0) == 1.0
     opened = tripped(CLOSED, 100.0)
-    assert (opened.share(100.1), opened.share(102.0)) == (0.0, 0.01)
+    assert (opened.passing_share(100.1), opened.passing_share(102.0)) == (0.0, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_whatever_another_process_sends_it_ends(sent: dict[str, object]) -> None
     for number in range(64):
         breaker = breaker.leased(f"u{number}", after_s).succeeded(f"u{number}", after_s)
     assert not breaker.trips
-    msgspec.msgpack.encode(breaker.moved(-after_s))
+    msgspec.msgpack.encode(breaker.shifted(-after_s))
 
 
 def test_the_later_generation_holds_and_then_the_one_that_is_open() -> None:
@@ -176,7 +176,7 @@ class Process:
 
 
 class Sent(msgspec.Struct):
-    passed: Pass
+    passed: BreakerPass
     sent_at_s: float
     by: str
     has_ended: bool = False
@@ -225,11 +225,11 @@ class Breakers(RuleBasedStateMachine):
         process = self.processes[name]
         breaker, self.number = process.breaker, self.number + 1
         ticket = f"{name}-{self.number}"
-        passed = Pass(breaker.generation)
+        passed = BreakerPass(breaker.generation)
         if breaker.state(self.now) is BreakerState.HALF_OPEN and (
             process.turns.probe_at_s(breaker, KEY, self.now) <= self.now
         ):
-            passed = Pass(breaker.generation, ticket)
+            passed = BreakerPass(breaker.generation, ticket)
 
             def lease(one: Process, now: float) -> None:
                 if one.breaker.trips and one.breaker.is_current(passed, now):
@@ -292,10 +292,10 @@ class Breakers(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("pqr"))
     def a_heartbeat(self, name: str) -> None:
-        known = self.processes[name].breaker.moved(-self.now)
+        known = self.processes[name].breaker.shifted(-self.now)
 
         def merge(one: Process, now: float) -> None:
-            one.breaker = one.breaker.merged(known.moved(now), now)
+            one.breaker = one.breaker.merged(known.shifted(now), now)
 
         self.everywhere(merge, name)
 

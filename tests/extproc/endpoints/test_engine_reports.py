@@ -8,20 +8,20 @@ import pytest
 
 from extproc.endpoints.engine_reports import (
     apply_report,
-    estimated_foreign,
     estimated_kv_usage,
+    estimated_requests_of_others,
     estimated_running,
     estimated_waiting,
     report_trust,
 )
-from extproc.endpoints.ledger import begin_request, end_request
+from extproc.endpoints.in_flight import begin_request, end_request
 from extproc.endpoints.table import EndpointTable
 from extproc.engines.metrics import EngineReport, LoraState
 
 
 def table_of(count: int) -> EndpointTable:
     table = EndpointTable()
-    table.replace(f"e{number}:1" for number in range(count))
+    table.replace_endpoints(f"e{number}:1" for number in range(count))
     return table
 
 
@@ -88,7 +88,7 @@ def test_foreign_requests_are_detected() -> None:
     assert not table.has_foreign_requests
     apply_report(table, 1, EngineReport(waiting=3, running=8), 0.5)
     assert table.has_foreign_requests
-    assert estimated_foreign(table, 1.0)[:2].tolist() == [0, 11]
+    assert estimated_requests_of_others(table, 1.0)[:2].tolist() == [0, 11]
 
 
 def test_missing_values_leave_the_last_ones() -> None:
@@ -104,7 +104,7 @@ def test_missing_values_leave_the_last_ones() -> None:
 def test_a_new_endpoint_in_an_old_row_starts_unknown() -> None:
     table = table_of(1)
     apply_report(table, 0, EngineReport(waiting=9, ttft_s=2.0, loras=LoraState(served=frozenset({"a"}))), 5.0)
-    table.replace(["other:1"])
+    table.replace_endpoints(["other:1"])
     assert estimated_waiting(table, 5.0)[0] == 0
     assert table.ttft_s[0] == 0
     assert table.loras[0] == LoraState()

@@ -8,13 +8,13 @@ import math
 import pytest
 
 from extproc.endpoints.health import EndpointHealth, EngineFailure
-from extproc.endpoints.outliers import mostly_fails, record_bad_answer, record_good_answer, share_bounds
+from extproc.endpoints.outliers import mostly_fails, record_bad_answer, record_good_answer, wilson_bounds
 from extproc.endpoints.table import EndpointTable
 
 
 def table_of(count: int) -> EndpointTable:
     table = EndpointTable()
-    table.replace([f"10.0.0.{number}:8000" for number in range(count)])
+    table.replace_endpoints([f"10.0.0.{number}:8000" for number in range(count)])
     return table
 
 
@@ -32,12 +32,12 @@ def serve(table: EndpointTable, rows: range, answers: int, *, failing: frozenset
 
 def test_the_bounds_of_a_share_are_wilsons() -> None:
     # by hand, with z = 3: all of 9 failed, so the lower bound is n / (n + z^2) = 9 / 18
-    assert share_bounds(9, 9) == (pytest.approx(0.5), pytest.approx(1.0))
-    assert share_bounds(0, 9) == (pytest.approx(0.0), pytest.approx(0.5))
+    assert wilson_bounds(9, 9) == (pytest.approx(0.5), pytest.approx(1.0))
+    assert wilson_bounds(0, 9) == (pytest.approx(0.0), pytest.approx(0.5))
     # 18 of 36: (0.5 + 9/72 +- 3 sqrt(0.25/36 + 9/(4*1296))) / 1.25
     half = 3 * math.sqrt(0.25 / 36 + 9 / 5184) / 1.25
-    assert share_bounds(18, 36) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
-    assert share_bounds(0, 0) == (0.0, 1.0)
+    assert wilson_bounds(18, 36) == (pytest.approx(0.5 - half), pytest.approx(0.5 + half))
+    assert wilson_bounds(0, 0) == (0.0, 1.0)
 
 
 def test_an_endpoint_that_fails_while_the_others_serve_is_a_suspect_after_a_few_answers() -> None:
@@ -81,26 +81,26 @@ def test_a_model_server_fails_if_most_of_its_answers_do_beyond_chance() -> None:
     health = EndpointHealth()
     found = []
     for _ in range(10):
-        health.count("", has_failed=True)
+        health.count_answer("", has_failed=True)
         found.append(mostly_fails(health))
     assert found == [False] * 9 + [True]
     for number in range(1000):
-        health.count("", has_failed=number % 5 == 0)
+        health.count_answer("", has_failed=number % 5 == 0)
         assert number < 30 or not mostly_fails(health), "one in five is not most"
 
 
 def test_failures_of_one_tenant_count_no_more_than_those_of_all_others_and_one() -> None:
     health = EndpointHealth()
     for _ in range(100):
-        health.count("bell", has_failed=False)
-        if health.believes("evil"):
-            health.count("evil", has_failed=True)
+        health.count_answer("bell", has_failed=False)
+        if health.accept_failure("evil"):
+            health.count_answer("evil", has_failed=True)
         assert not mostly_fails(health)
     assert health.failed < 2
     alone = EndpointHealth()
     for _ in range(10):
-        assert alone.believes("evil")
-        alone.count("evil", has_failed=True)
+        assert alone.accept_failure("evil")
+        alone.count_answer("evil", has_failed=True)
     assert mostly_fails(alone), "where nobody else asks, there is nobody else to hear"
 
 

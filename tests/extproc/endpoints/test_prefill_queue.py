@@ -51,7 +51,7 @@ def test_first_tokens_remove_the_head_of_the_queue() -> None:
 
 def test_a_request_found_done_is_not_removed_twice() -> None:
     queue = pending(1_000, 2_000, 3_000, 4_000)
-    queue.first_token(2)
+    queue.on_first_token(2)
     queue.reconcile(2, 1.0, first_tokens=2)
     assert works(queue) == [3_000, 4_000]
     queue.reconcile(1, 1.2, first_tokens=1)
@@ -96,7 +96,7 @@ def test_whatever_is_reported_the_sum_is_that_of_the_queue_and_bounds_are_ordere
         elif verb == "drop":
             queue.remove(value)  # type: ignore[arg-type]
         elif verb == "passed":
-            queue.first_token(value)  # type: ignore[arg-type]
+            queue.on_first_token(value)  # type: ignore[arg-type]
         else:
             waiting, first_tokens = value  # type: ignore[misc]
             before = len(queue.requests)

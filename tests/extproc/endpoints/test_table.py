@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.costs import learn_prefill_rate
-from extproc.endpoints.ledger import backlog_of, backlogs, begin_request, end_request
+from extproc.endpoints.in_flight import backlog_of, backlogs, begin_request, end_request
+from extproc.endpoints.learned_speeds import learn_prefill_rate
 from extproc.endpoints.table import INITIAL_PREFILL_RATE, EndpointTable
 
 
 def table_of(*addresses: str) -> EndpointTable:
     table = EndpointTable()
-    table.replace(addresses)
+    table.replace_endpoints(addresses)
     return table
 
 
@@ -24,7 +24,7 @@ def test_endpoints_that_stay_keep_their_row_and_what_is_known() -> None:
     assert row is not None
     begin_request(table, row, work=100, now=0.0)
 
-    gone = table.replace(["c", "b", "d"])
+    gone = table.replace_endpoints(["c", "b", "d"])
 
     assert gone == [0]
     assert table.row_of("b") == row
@@ -36,8 +36,8 @@ def test_endpoints_that_stay_keep_their_row_and_what_is_known() -> None:
 def test_a_release_from_an_earlier_use_of_the_row_changes_nothing() -> None:
     table = table_of("a")
     endpoint = begin_request(table, 0, work=1, now=0.0)
-    table.replace([])
-    table.replace(["a"])
+    table.replace_endpoints([])
+    table.replace_endpoints(["a"])
     begin_request(table, 0, work=1, now=0.0)
 
     end_request(table, endpoint, 0.0)
@@ -49,7 +49,7 @@ def test_a_release_from_an_earlier_use_of_the_row_changes_nothing() -> None:
 def test_rows_are_distinct_and_only_the_configured_are_active(configurations: list[set[str]]) -> None:
     table = EndpointTable()
     for addresses in configurations:
-        table.replace(sorted(addresses))
+        table.replace_endpoints(sorted(addresses))
         rows = [table.row_of(address) for address in addresses]
         assert len(set(rows)) == len(addresses) == len(table) == table.is_active.sum()
         assert {table.addresses[row] for row in rows if row is not None} == addresses
@@ -95,7 +95,7 @@ def test_the_prefill_rate_is_learned_from_long_prompts_only() -> None:
 def test_a_new_endpoint_is_assumed_to_be_like_the_others() -> None:
     table = table_of("a", "b", "c")
     table.prefill_rate[:3], table.rate_samples[:3] = [5_000, 20_000, 21_000], 1
-    table.replace(["a", "b", "c", "d"])
+    table.replace_endpoints(["a", "b", "c", "d"])
 
     row = table.row_of("d")
     assert row is not None

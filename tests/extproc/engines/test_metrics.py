@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from extproc.engines.dialects import DIALECTS, ENGINE_TYPES
 from extproc.engines.metrics import CacheConfig, LoraState, MetricsReader
-from extproc.engines.pages import PageRefused
+from extproc.engines.prometheus_text import MetricsPageRefused
 from tests.proportion import takes_time_in_proportion
 
 VLLM = """\
@@ -53,7 +53,7 @@ def reader(engine: str = "vLLM") -> MetricsReader:
 @pytest.mark.parametrize("name", ENGINE_TYPES)
 def test_a_page_without_anything_is_no_report_of_any_type(name: str) -> None:
     reading = MetricsReader(ENGINE_TYPES[name]).read(b"")
-    assert not reading.is_report
+    assert not reading.has_load_metrics
     assert (reading.report.ttft_s, reading.report.tpot_s, reading.report.waiting) == (None, None, None)
 
 
@@ -134,7 +134,7 @@ nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per",model="llama"
     for _ in range(2):
         reading = reads.read(text)
         assert (reading.report.waiting, reading.report.running, reading.report.kv_usage) == (2.0, 5.0, 0.5)
-    assert reading.is_report
+    assert reading.has_load_metrics
 
 
 def test_moved_lines_are_found_again() -> None:
@@ -168,7 +168,7 @@ def test_no_input_raises(noise: bytes, cut: int) -> None:
 def test_a_number_that_cannot_be_is_no_reading(value: str) -> None:
     reading = reader().read(f"vllm:num_requests_waiting {value}\nvllm:num_requests_running {value}\n".encode())
     assert (reading.report.waiting, reading.report.running) == (None, None)
-    assert not reading.is_report
+    assert not reading.has_load_metrics
 
 
 def test_a_cache_of_absurd_size_is_unknown() -> None:
@@ -178,8 +178,8 @@ def test_a_cache_of_absurd_size_is_unknown() -> None:
 
 def test_an_engine_that_shows_its_metrics_later_is_read_at_once() -> None:
     one = reader()
-    assert not one.read(b"# nothing yet\n").is_report
-    assert one.read(page()).is_report
+    assert not one.read(b"# nothing yet\n").has_load_metrics
+    assert one.read(page()).has_load_metrics
 
 
 LOAD = b"vllm:num_requests_waiting 1\n"
@@ -216,7 +216,7 @@ def test_labels_with_escapes_are_read() -> None:
     ],
 )
 def test_a_page_with_more_than_any_engine_has_is_refused(more: bytes, why: str) -> None:
-    with pytest.raises(PageRefused, match=why):
+    with pytest.raises(MetricsPageRefused, match=why):
         reader().read(LOAD + more)
 
 

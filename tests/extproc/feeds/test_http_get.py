@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.feeds.http_get import MOST_BYTES, AnswerParser, BadAnswer, KeptConnection, get_request
+from extproc.feeds.http_get import MOST_BYTES, BadResponse, PersistentConnection, ResponseParser, get_request
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -29,19 +29,19 @@ class Getter:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._connection: KeptConnection | None = None
+        self._connection: PersistentConnection | None = None
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def get(self, path: str, *, within_s: float = 120.0) -> bytes:
         self._answer = asyncio.get_running_loop().create_future()
         if self._connection is None or not self._connection.is_open:
-            self._connection = KeptConnection(self._succeeded, self._failed)
+            self._connection = PersistentConnection(self._succeeded, self._failed)
             made = self._connection
             await asyncio.get_running_loop().create_connection(lambda: made, "127.0.0.1", self._port)
-        self._connection.ask(get_request("127.0.0.1", self._port, path))
+        self._connection.send_request(get_request("127.0.0.1", self._port, path))
         done, _ = await asyncio.wait([self._answer], timeout=within_s)
         if not done:
-            self._connection.give_up("no answer in time")
+            self._connection.abort("no answer in time")
         return await self._answer
 
     def _succeeded(self, body: bytes) -> None:
@@ -56,7 +56,7 @@ class Getter:
 
     def close(self) -> None:
         if self._connection is not None:
-            self._connection.give_up()
+            self._connection.abort()
 
 
 @asynccontextmanager
@@ -140,10 +140,10 @@ CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 
 def parsed(*pieces: bytes) -> bytes | str | None:
     """The body, why there is none, or None if more must come."""
-    parser = AnswerParser()
+    parser = ResponseParser()
     try:
         return next((body for piece in pieces if (body := parser.receive(piece)) is not None), None)
-    except BadAnswer as error:
+    except BadResponse as error:
         return str(error)
 
 
@@ -225,7 +225,7 @@ class CountingBuffer(bytearray):
 
 def test_a_page_in_many_chunks_and_pieces_is_searched_once() -> None:
     answer = CHUNKED + b"c8\r\n" + b"x" * 200 + b"\r\n"
-    parser, pieces = AnswerParser(), [answer, *[b"c8\r\n" + b"y" * 200 + b"\r\n"] * 5000, b"0\r\n\r\n"]
+    parser, pieces = ResponseParser(), [answer, *[b"c8\r\n" + b"y" * 200 + b"\r\n"] * 5000, b"0\r\n\r\n"]
     whole = b"".join(pieces)
     buffer = parser._data = CountingBuffer()
     *bodies, body = [parser.receive(whole[at : at + 7]) for at in range(0, len(whole), 7)]
@@ -238,10 +238,10 @@ def test_a_page_in_many_chunks_and_pieces_is_searched_once() -> None:
 @given(st.binary(max_size=200))
 def test_no_bytes_of_a_server_raise_in_a_connection(noise: bytes) -> None:
     ends: list[object] = []
-    connection = KeptConnection(ends.append, ends.append)
+    connection = PersistentConnection(ends.append, ends.append)
     for data in (noise, CHUNKED + noise, OK + b"content-length: " + noise):
         ends.clear()
-        connection.ask(b"")
+        connection.send_request(b"")
         connection.data_received(data)
-        connection.give_up()
+        connection.abort()
         assert len(ends) == 1, "each request ends once"

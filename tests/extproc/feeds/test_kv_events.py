@@ -18,14 +18,14 @@ from bench.engine.fake_tokenizer import tokens_of
 from bench.engine.kv_cache import CacheJournal
 from bench.engine.kv_event_publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.stack.processes import free_ports
-from extproc.api.host_names import with_addresses
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
+from extproc.api.dns_resolution import with_addresses
 from extproc.core.core import Core
-from extproc.failures import Supervisor
 from extproc.feeds.kv_events import KvEventFeed, publishers_of
 from extproc.metrics.registry import Metrics
 from extproc.prefix.kv_index import KvStream
 from extproc.scheduling.cache_estimator import Prompt
+from extproc.task_supervisor import Supervisor
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ async def following(config: str, *engines: Engine) -> AsyncIterator[tuple[Core, 
     """``engines`` end, too, however the test ends: a context that is garbage may wait for its sockets without end."""
     core = Core(load_snapshot({"a.yaml": config.encode()}), rng=random.Random(0), ticket_prefix="t")
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
-    task = asyncio.create_task(KvEventFeed(core, metrics, Supervisor(metrics.feed_failed)).run())
+    task = asyncio.create_task(KvEventFeed(core, metrics, Supervisor(metrics.count_feed_failure)).run())
     try:
         yield core, metrics
     finally:
@@ -281,12 +281,12 @@ async def test_without_a_publisher_the_approximate_index_decides() -> None:
     engine = Engine()
     prompt = Prompt(b"a" * 4000, "m")
     async with subscribed(engine) as (pool, _):
-        expected = pool.caches.expect(prompt, pool.table, 0.0)
+        expected = pool.caches.estimate_prompt(prompt, pool.table, 0.0)
         assert expected.demand.cached_tokens[0] == 0
         pool.caches.record_sent(0, expected, 0.0)
         await asyncio.sleep(0.3)
         assert pool.caches.whole_feeds == pool.caches.partial_feeds == 0
-        expected = pool.caches.expect(prompt, pool.table, 1.0)
+        expected = pool.caches.estimate_prompt(prompt, pool.table, 1.0)
         assert expected.demand.cached_tokens[0] > 900
         # it was subscribed all the time
         engine.start()

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 import pytest
 from aiohttp import web
 
-from extproc.api.host_names import with_addresses
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
+from extproc.api.dns_resolution import with_addresses
 from extproc.core.core import Core
-from extproc.engines.answers import Unreadable, load_in
-from extproc.feeds.engine_access import EngineAccess
-from extproc.feeds.engines import EngineScraper
+from extproc.engines.engine_responses import UnreadableResponse, parse_load
+from extproc.feeds.engine_http import EngineCredentials
+from extproc.feeds.engine_scraper import EngineScraper
 from extproc.metrics.registry import Metrics
 from tests.certificates import Authority
 from tests.waiting import eventually
@@ -69,7 +69,7 @@ async def read(
     scraper = EngineScraper(
         core,
         metrics,
-        access=EngineAccess({}, clock, folder),
+        access=EngineCredentials({}, clock, folder),
         clock=clock,
         rng=random.Random(0),
         deliver=lambda event: core.on_metrics(event, clock()),
@@ -160,10 +160,10 @@ async def test_an_answer_of_another_status_is_no_report(tmp_path: Path, status: 
     ],
 )
 def test_whatever_it_answers_is_a_number_from_0_to_1_or_no_load(text: str) -> None:
-    with pytest.raises(Unreadable):
-        load_in(text.encode(errors="surrogateescape"))
+    with pytest.raises(UnreadableResponse):
+        parse_load(text.encode(errors="surrogateescape"))
 
 
 def test_more_fields_and_whole_numbers_do_not_matter() -> None:
-    assert load_in(b'{"id": "m", "saturation": 1, "saturations": {}}') == 1
-    assert load_in(b'{"saturation": 0}') == 0
+    assert parse_load(b'{"id": "m", "saturation": 1, "saturations": {}}') == 1
+    assert parse_load(b'{"saturation": 0}') == 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit, Reservation
-from extproc.admission.limits import Charge, Grant, StoreAway, Usage
+from extproc.admission.limits import Charge, Grant, StoreUnavailable, Usage
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.registry import Metrics
 from tests.lying_redis import LIES, RESP3_LIES, lying_redis
@@ -77,7 +77,7 @@ async def test_an_odd_answer_to_a_reservation_leaves_it_to_local_limits(answer: 
             await limits.reserve(
                 [CHARGE],
             ),
-            StoreAway,
+            StoreUnavailable,
         )
         assert failed(metrics) == 1
 
@@ -114,7 +114,7 @@ async def test_an_answer_without_end_is_not_read_and_its_connection_ends(
             clock,
             process="one",
         )
-        assert isinstance(await limits.reserve([CHARGE]), StoreAway)
+        assert isinstance(await limits.reserve([CHARGE]), StoreUnavailable)
         reasons = ("an answer has more than 262144 bytes; see what runs there", "maximum recursion depth")
         assert any(one in caplog.text for one in reasons)
         limits._retry_at_s = 0.0

@@ -19,7 +19,7 @@ import pytest
 from extproc.admission.buckets import Limit
 from extproc.admission.limits import BudgetPart, Charge
 from extproc.admission.local_limits import LocalLimits
-from extproc.core.accounts import Accounts
+from extproc.core.limit_accounting import LimitAccounting
 from extproc.errors import BudgetSpent
 from extproc.feeds import shared_grants
 from extproc.feeds.shared_grants import SharedGrants
@@ -56,12 +56,12 @@ def workers(tmp_path: Path, clock: Clock) -> list[SharedGrants]:
 
 def grants(worker: SharedGrants, *charges: Charge) -> int:
     with worker:
-        return worker.add(charges)
+        return worker.record_grants(charges)
 
 
 def unheard(worker: SharedGrants, key: str = "k") -> float:
     with worker:
-        return worker.unheard(key)
+        return worker.unseen_amount(key)
 
 
 def test_others_see_a_grant_until_they_are_told_of_it(workers: list[SharedGrants]) -> None:
@@ -69,11 +69,11 @@ def test_others_see_a_grant_until_they_are_told_of_it(workers: list[SharedGrants
     first = grants(one, charge(3.0), charge(1.0, "l"))
     second = grants(one, charge(2.0))
     assert [unheard(one), unheard(other), unheard(other, "l"), unheard(third)] == [0.0, 5.0, 1.0, 5.0]
-    other.ingest("x", first)
+    other.mark_seen("x", first)
     # the message may be faster than this
-    third.ingest("x", second)
+    third.mark_seen("x", second)
     assert [unheard(other), unheard(other, "l"), unheard(third)] == [2.0, 0.0, 0.0]
-    other.ingest("x", second)
+    other.mark_seen("x", second)
     assert unheard(other) == 0.0
     assert not other._unheard
     assert not other._granted
@@ -130,10 +130,10 @@ def test_a_worker_that_hangs_in_its_turn_does_not_stop_the_others(
 
 def test_a_refusal_ends_the_turn(workers: list[SharedGrants]) -> None:
     one, other, _ = workers
-    accounts = Accounts(LocalLimits(), machine="here", recent=one)
+    accounts = LimitAccounting(LocalLimits(), machine="here", recent=one)
     accounts.reserve([charge(MOST)], 0.0, [])
     with pytest.raises(BudgetSpent):
-        Accounts(LocalLimits(), machine="here", recent=other).reserve([charge(1.0)], 0.0, [])
+        LimitAccounting(LocalLimits(), machine="here", recent=other).reserve([charge(1.0)], 0.0, [])
     assert unheard(other) == MOST
 
 
@@ -175,7 +175,7 @@ def test_a_worker_that_comes_in_the_turn_of_one_that_is_alone_sees_its_grant(tmp
     grants(one)
     with one:
         other = SharedGrants(tmp_path, "y", clock)
-        one.add([charge(3.0)])
+        one.record_grants([charge(3.0)])
     assert unheard(other) == 3.0
 
 
@@ -225,7 +225,7 @@ WORKER = """
     import sys, time
     from pathlib import Path
     from extproc.admission.local_limits import LocalLimits
-    from extproc.core.accounts import Accounts
+    from extproc.core.limit_accounting import Accounts
     from extproc.errors import BudgetSpent
     from extproc.feeds.shared_grants import SharedGrants
     from tests.extproc.feeds.test_shared_grants import charge

@@ -14,8 +14,8 @@ from aiohttp import web
 from bench.stack.processes import free_ports
 from extproc.core.effects import Decision
 from extproc.feeds import usage_rollups
-from extproc.feeds.usage_rollups import Times, UsageRollups
-from tests.extproc.core.test_accounts_budgets import Process
+from extproc.feeds.usage_rollups import RollupTiming, UsageRollups
+from tests.extproc.core.test_limit_accounting_budgets import Process
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ ROWS: dict[str, object] = {
     "until_s": BEGAN_S,
 }  # fmt: skip
 # long enough for a busy machine
-PATIENT = Times(start_s=60.0, retry_s=0.01, page_s=60.0, pause_s=0.01, lost_s=0.01)
+PATIENT = RollupTiming(start_s=60.0, retry_s=0.01, page_s=60.0, pause_s=0.01, lost_s=0.01)
 
 
 class Usage:
@@ -75,7 +75,7 @@ async def usage() -> AsyncIterator[tuple[Usage, str]]:
 class Feed:
     """A process's, with a wall clock of its own."""
 
-    def __init__(self, process: Process, url: str, times: Times = PATIENT) -> None:
+    def __init__(self, process: Process, url: str, times: RollupTiming = PATIENT) -> None:
         self.wall_s = BEGAN_S
         self.rollups = UsageRollups(
             url,
@@ -137,7 +137,7 @@ async def test_a_start_goes_on_and_asks_again_and_says_so_once(
     server, url = usage
     process = Process("{name: month, window: Month, max: {requests: 5}}")
     (closed,) = free_ports(1)
-    short = Times(start_s=0.05, retry_s=0.01, page_s=60.0, pause_s=0.01)
+    short = RollupTiming(start_s=0.05, retry_s=0.01, page_s=60.0, pause_s=0.01)
     times = short if fault in {"hangs", "nothing"} else PATIENT
     feed = Feed(process, f"http://127.0.0.1:{closed}" if fault == "nothing" else url, times).rollups
     server.status = 503 if fault == "status" else 200
@@ -162,7 +162,7 @@ async def test_rows_that_lag_behind_count_and_are_asked_for_until_they_are_whole
     process = Process("{name: month, window: Month, max: {requests: 5}}")
     row = {"tenant": "a", "requests": 1, "route": "default/chat"}
     server.page = rows(row, until_s=BEGAN_S - 3600.0)
-    feed = Feed(process, url, Times(start_s=0.05, retry_s=0.01, page_s=60.0, pause_s=0.01, lost_s=0.01))
+    feed = Feed(process, url, RollupTiming(start_s=0.05, retry_s=0.01, page_s=60.0, pause_s=0.01, lost_s=0.01))
     await feed.rollups.load()
     task = asyncio.create_task(feed.rollups.run())
     await eventually(lambda: process.left(0.0) == 4.0)

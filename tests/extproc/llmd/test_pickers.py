@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.costs import PromptCost
-from extproc.endpoints.ledger import begin_request
+from extproc.endpoints.in_flight import begin_request
+from extproc.endpoints.learned_speeds import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.errors import NoEndpoint
+from extproc.scheduling.builtin_pickers import PrefixAware, PrefixAwareParameters, RoundRobin
 from extproc.scheduling.picker import Demand, RequestFacts, View
-from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters, RoundRobin
 from tests.extproc.breakers import trip
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ PICKER = PrefixAware(PrefixAwareParameters(others=0.5, request_cost_s=0.02))
 
 def table_of(count: int, rate: float = 10_000.0) -> EndpointTable:
     table = EndpointTable()
-    table.replace(f"e{number}" for number in range(count))
+    table.replace_endpoints(f"e{number}" for number in range(count))
     table.prefill_rate[:count] = rate
     return table
 
@@ -41,7 +41,7 @@ def cached(table: EndpointTable, **tokens: float) -> np.ndarray[tuple[int], np.d
 
 
 def demand(input_tokens: float, cached_tokens: Floats) -> Demand:
-    return Demand(cached_tokens, PromptCost().work(input_tokens - cached_tokens, cached_tokens))
+    return Demand(cached_tokens, PromptCost().prefill_work(input_tokens - cached_tokens, cached_tokens))
 
 
 def view(table: EndpointTable, input_tokens: float, cached_tokens: Floats, now: float) -> View:

@@ -9,7 +9,7 @@ import re
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.stack.stack import documents
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.outliers import record_bad_answer, record_good_answer

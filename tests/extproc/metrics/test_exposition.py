@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from bench.sizes.configuration import GatewayPorts, Sizes, address_of, configuration
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.states import State
 from extproc.endpoints.engine_reports import apply_report
@@ -155,10 +155,10 @@ def test_series_of_model_servers_end_when_they_leave_the_configuration() -> None
         metrics.observe_scrape(server)
         metrics._waits[State.AWAITING_ENGINE].observe(1.0, server)
         metrics._prefills._in_flight[server] += 0
-    metrics.config_applied()
+    metrics.on_config_applied()
     assert counted("stays") == counted("leaves") == [1, 1, 1, 0]
     core = core_with("stays")
-    metrics.config_applied()
+    metrics.on_config_applied()
     assert counted("stays") == [1, 1, 1, 0]
     assert counted("leaves") == [None] * 4
     assert "default/leaves" not in "".join(metrics.registry.pieces())

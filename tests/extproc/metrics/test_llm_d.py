@@ -24,7 +24,7 @@ from extproc.errors import (
     Shed,
 )
 from extproc.metrics.registry import Metrics
-from tests.extproc.core.test_queue import FLOW_CONTROL, ONE, one_engine, outcome, scene_of
+from tests.extproc.core.test_flow_control import FLOW_CONTROL, ONE, one_engine, outcome, scene_of
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING
 
 from extproc.core.core import Core
-from extproc.core.effects import CacheLookup, GuardAsked
+from extproc.core.effects import CacheLookup, GuardAnswered
 from extproc.metrics.registry import Metrics
 from tests.extproc.scenes import configuration, request
 
@@ -61,7 +61,7 @@ class Process:
             lambda: 1.0,
             budget_levels=self.core.admission.limits.budget_levels,
         )
-        self.metrics.registry.names.follow(self.core.configured_names)
+        self.metrics.registry.names.set_source(self.core.configured_names)
 
     def send(self, count: int) -> None:
         for _ in range(count):
@@ -72,7 +72,7 @@ class Process:
     def apply(self, new: Snapshot) -> None:
         for one in self.core.apply(new, 2.0):
             self.metrics.count_effect(one)
-        self.metrics.config_applied()
+        self.metrics.on_config_applied()
 
     def values(self, label: str) -> dict[str, set[str]]:
         """The names in the page that this label has, by family."""
@@ -109,13 +109,13 @@ def test_series_of_budgets_end_when_they_leave_the_configuration_and_others_keep
 def test_series_of_guards_end_and_what_a_late_call_adds_ends_at_the_next_scrape() -> None:
     process = Process(snapshot(guards=["stays", "leaves"]))
     for name in ("stays", "leaves"):
-        process.metrics.count_effect(GuardAsked(name, "allowed", 0.1, goes_on=True))
+        process.metrics.count_effect(GuardAnswered(name, "allowed", 0.1, goes_on=True))
     both = {"stays", "leaves"}
     assert process.values("guard") == {"attache_guard_requests": both, "attache_guard_seconds": both}
     process.apply(snapshot(guards=["stays"]))
     assert process.values("guard") == {"attache_guard_requests": {"stays"}, "attache_guard_seconds": {"stays"}}
     # a call that began before
-    process.metrics.count_effect(GuardAsked("leaves", "no answer", 0.1, goes_on=True))
+    process.metrics.count_effect(GuardAnswered("leaves", "no answer", 0.1, goes_on=True))
     assert process.values("guard") == {"attache_guard_requests": {"stays"}, "attache_guard_seconds": {"stays"}}
     assert process.metrics.registry.get_sample_value("attache_guard_seconds_count", {"guard": "stays"}) == 1
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.prefix.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, blocks_of_each_source
+from extproc.prefix.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, max_blocks_per_source
 from extproc.prefix.kv_index import SPECULATION_S, EventSource, KvIndex, chain_keys
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def test_a_prompt_just_sent_counts_for_a_while() -> None:
     index = KvIndex()
     index.apply(EventSource(0), [stored([9, 9, 9, 9], [9])])
     tokens = list(range(8))
-    index.speculate(2, index.keys(tokens, adapter=None, salt=None), 10.0)
+    index.assume_held(2, index.keys(tokens, adapter=None, salt=None), 10.0)
     assert held(index, tokens, now=10.0 + SPECULATION_S - 0.1) == {2: 8.0}
     assert held(index, tokens, now=10.0 + SPECULATION_S) == {}
 
@@ -369,7 +369,7 @@ def test_an_engine_with_more_blocks_than_are_followed_is_not_complete(monkeypatc
 
 @pytest.mark.parametrize(("sources", "blocks"), [(0, 1_000_000), (4, 1_000_000), (640, 6_553), (6_400, 655)])
 def test_all_sources_share_what_a_process_tracks(sources: int, blocks: int) -> None:
-    assert blocks_of_each_source(sources) == blocks
+    assert max_blocks_per_source(sources) == blocks
 
 
 def test_a_source_that_has_more_than_a_lower_bound_is_cleared_and_not_complete() -> None:

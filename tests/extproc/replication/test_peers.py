@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.core.peers import EventBatch, LimitSpent, PeerEvent, ProcessAlive, encode_events
+from extproc.core.peer_events import EventBatch, LimitSpent, PeerEvent, ProcessAlive, encode_events
 from extproc.metrics.registry import Metrics
 from extproc.replication.buses import LocalBus, RedisBus, RedisUnusable, redis_client
 from extproc.replication.peers import Peers

@@ -9,9 +9,9 @@ from typing import Any, Final
 import pytest
 
 from extproc.errors import BadRequest
-from extproc.protocol import Api
-from extproc.request.anthropic import chat_of
+from extproc.request.anthropic import to_openai_chat
 from extproc.request.body_parser import parse_body
+from extproc.wire_protocol import Api
 
 CACHE: Final = {"cache_control": {"type": "ephemeral"}}
 PICTURE: Final = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}}
@@ -155,7 +155,7 @@ def test_the_chat_that_engines_make_of_it() -> None:
     )
     call = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm"}'}}
     schema = {"type": "object", "properties": {"town": {}}}
-    assert chat_of(asked) == {
+    assert to_openai_chat(asked) == {
         "messages": [
             {"role": "system", "content": "be short"},
             {"role": "user", "content": "weather?"},
@@ -169,4 +169,4 @@ def test_the_chat_that_engines_make_of_it() -> None:
         "chat_template_kwargs": {"enable_thinking": False},
     }
     with pytest.raises(ValueError, match="Messages API"):
-        chat_of({"messages": [7]})
+        to_openai_chat({"messages": [7]})

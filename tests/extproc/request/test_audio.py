@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.errors import BadRequest
-from extproc.protocol import Api
 from extproc.request.body_parser import parse_body
+from extproc.wire_protocol import Api
 from tests.fuzz.mutants import content_of
 
 if TYPE_CHECKING:
-    from extproc.request.model import InferenceRequest
+    from extproc.request.inference_request import InferenceRequest
 
 
 def test_speech_is_as_long_as_its_text() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.protocol import Api
 from extproc.request.body_parser import api_by_body
+from extproc.wire_protocol import Api
 
 CLAUDE = {"anthropic-version": "2023-06-01"}
 

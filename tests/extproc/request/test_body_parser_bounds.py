@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.errors import BadRequest
-from extproc.protocol import Api
 from extproc.request.body_parser import (
     MOST_COMMAS,
     MOST_MEMBERS,
     MOST_OBJECTS,
     MOST_OTHER_BYTES,
     MOST_STRINGS,
-    Counts,
+    JsonCounts,
     check_bounds,
     count_outside_strings,
     parse_body,
 )
+from extproc.wire_protocol import Api
 from tests.examples import examples
 
 
@@ -61,18 +61,18 @@ values = st.recursive(
 )
 
 
-def counted(value: object) -> Counts:
+def counted(value: object) -> JsonCounts:
     """By what a decoder finds."""
     inner: list[object] = []
-    own = Counts()
+    own = JsonCounts()
     if isinstance(value, dict):
         inner = list(value.values())
-        own = Counts(1, len(value), max(0, len(value) - 1), 2 * len(value))
+        own = JsonCounts(1, len(value), max(0, len(value) - 1), 2 * len(value))
     elif isinstance(value, list):
         inner = value
-        own = Counts(commas=max(0, len(value) - 1))
+        own = JsonCounts(commas=max(0, len(value) - 1))
     elif isinstance(value, str):
-        own = Counts(quotes=2)
+        own = JsonCounts(quotes=2)
     for one in inner:
         own = own.plus(counted(one))
     return own

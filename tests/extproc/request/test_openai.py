@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import BadRequest, Refusal
-from extproc.protocol import BODY_APIS, Api
 from extproc.request.body_parser import parse_body
-from extproc.request.model import CHAT_TOKENS
+from extproc.request.inference_request import CHAT_TOKENS
+from extproc.wire_protocol import BODY_APIS, Api
 
 if TYPE_CHECKING:
-    from extproc.request.model import InferenceRequest
+    from extproc.request.inference_request import InferenceRequest
 
 HELLO = {"role": "user", "content": "hello"}
 

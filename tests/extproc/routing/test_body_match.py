@@ -11,7 +11,7 @@ import pytest
 
 from extproc.api.errors import ConfigInvalid
 from extproc.console.state import _match
-from extproc.core.record import Head
+from extproc.core.request_record import RequestHead
 from extproc.errors import BadRequest, UnknownModel
 from extproc.routing import body_match
 from tests.extproc.scenes import configuration, core_of, endpoints, request
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from extproc.core.core import Core
 
 SERVERS = {"special": endpoints("10.0.0.1:8000"), "usual": endpoints("10.0.0.2:8000")}
-HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+HEAD = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
 
 
 def core(**match: object) -> Core:
@@ -39,7 +39,7 @@ def on_field(path: str, **condition: object) -> Core:
 def meets(core: Core, body: bytes | dict[str, Any], path: str = HEAD.path) -> bool:
     sent = body if isinstance(body, bytes) else json.dumps({"model": "m", "messages": [], **body}).encode()
     head = msgspec.structs.replace(HEAD, path=path)
-    return core.builder.by_model(head, sent).destination.server == "default/special"
+    return core.builder.build_by_model(head, sent).destination.server == "default/special"
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_all_conditions_must_hold_in_any_rule() -> None:
     made = core(body={"stream": {"boolean": True}, "tools": {"exists": True}}, headers={"x-a": {"exact": "1"}})
     body = {"model": "m", "messages": [], "stream": True, "tools": []}
     with_header = msgspec.structs.replace(HEAD, headers={"x-a": "1"})
-    assert made.builder.by_model(with_header, json.dumps(body).encode()).destination.server == "default/special"
+    assert made.builder.build_by_model(with_header, json.dumps(body).encode()).destination.server == "default/special"
     assert not meets(made, body)
     del body["tools"]
-    assert made.builder.by_model(with_header, json.dumps(body).encode()).destination.server == "default/usual"
+    assert made.builder.build_by_model(with_header, json.dumps(body).encode()).destination.server == "default/usual"
 
 
 def test_the_last_of_repeated_or_escaped_names_counts_as_for_engines() -> None:
@@ -112,9 +112,11 @@ def test_every_api_with_a_json_body_is_read(path: str) -> None:
 def test_a_form_meets_no_condition_on_a_body() -> None:
     boundary = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
     form = boundary + b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx\r\n--b--\r\n'
-    head = Head("POST", "/v1/audio/transcriptions", {"content-type": "multipart/form-data; boundary=b"}, has_body=True)
+    head = RequestHead(
+        "POST", "/v1/audio/transcriptions", {"content-type": "multipart/form-data; boundary=b"}, has_body=True
+    )
     for made in (on_field("model", exists=False), core(inputTokens={"atMost": 10**6})):
-        assert made.builder.by_model(head, form).destination.server == "default/usual"
+        assert made.builder.build_by_model(head, form).destination.server == "default/usual"
 
 
 def test_where_the_path_names_the_model_no_condition_on_a_body_holds() -> None:
@@ -124,8 +126,8 @@ def test_where_the_path_names_the_model_no_condition_on_a_body_holds() -> None:
         {"targetModels": [{"modelServerName": "usual"}]},
     ]
     made = core_of(servers=servers, routes={"chat": f"rules: {json.dumps(rules)}"})
-    head = Head("POST", "/v2/models/m/infer", {}, has_body=True)
-    assert made.builder.by_model(head, b"").destination.server == "default/usual"
+    head = RequestHead("POST", "/v2/models/m/infer", {}, has_body=True)
+    assert made.builder.build_by_model(head, b"").destination.server == "default/usual"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_deep_and_wide_bodies_are_read_as_deep_as_the_path() -> None:
 def test_a_long_prompt_is_not_scanned_again() -> None:
     made, length = on_field("user", text="ann"), list[int]()
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 500_000}], "user": "ann"}).encode()
-    arrival = made.builder.by_model(HEAD, body)
+    arrival = made.builder.build_by_model(HEAD, body)
     assert arrival.request.contents is not None
     length.append(len(body_match.without_contents(body, arrival.request.contents)))
     assert length[0] < 200
@@ -237,7 +239,7 @@ def test_a_held_request_matches_by_what_its_client_sent() -> None:
     arrival = request(made, temperature=1)
     assert json.loads(arrival.body)["temperature"] == 0.5
     made.apply(configuration(servers=SERVERS, routes=routes), 1.0)
-    moved = made.builder.elsewhere(arrival)
+    moved = made.builder.move_to_other_server(arrival)
     assert moved is not None
     assert moved.destination.server == "default/special"
 

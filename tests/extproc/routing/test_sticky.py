@@ -12,9 +12,9 @@ from collections import Counter
 import pytest
 
 from extproc.api.errors import ConfigInvalid
-from extproc.core.explanation import split_of
-from extproc.protocol import TENANT, USER
+from extproc.core.explanation import sticky_split_of
 from extproc.routing.sticky import StickySplit
+from extproc.wire_protocol import TENANT, USER
 from tests.extproc.scenes import configuration, core_of, endpoints, request
 
 SPLIT = StickySplit("Session", "default/chat")
@@ -119,7 +119,7 @@ def test_a_session_moves_while_its_server_has_no_engines_and_then_returns() -> N
         assert where[one].destination.server == "default/old"
         if where[both].destination.server == "default/old":
             continue
-        assert "go to default/new, which cannot have this one now" in split_of(where[one])
+        assert "go to default/new, which cannot have this one now" in sticky_split_of(where[one])
 
 
 def test_a_server_that_is_listed_twice_has_both_weights() -> None:
@@ -133,9 +133,9 @@ def test_a_server_that_is_listed_twice_has_both_weights() -> None:
 
 def test_the_reason_is_explained() -> None:
     core = core_of(servers=SERVERS, routes=rule("Session", old=50, new=50))
-    assert "requests of its session go to this one" in split_of(request(core, headers={"x-session-id": "1"}))
-    assert "the request names no session" in split_of(request(core, headers={}))
-    assert split_of(request(core_of(servers=SERVERS), headers={"x-session-id": "1"})) == ""
+    assert "requests of its session go to this one" in sticky_split_of(request(core, headers={"x-session-id": "1"}))
+    assert "the request names no session" in sticky_split_of(request(core, headers={}))
+    assert sticky_split_of(request(core_of(servers=SERVERS), headers={"x-session-id": "1"})) == ""
     explained = core.explain(request(core, headers={"x-session-id": "1"}), now=0.0)
     assert "session" in explained.split
 

@@ -8,7 +8,7 @@ from hpack import Decoder, Encoder, HPACKError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.rpc.header_blocks import BadBlock, HeaderBlocks, Headers
+from extproc.rpc.header_blocks import BadHeaderBlock, HeaderBlocks, Headers
 
 NO_TABLE = b"\x20"
 MOST = 4096
@@ -52,7 +52,7 @@ def test_any_bytes_are_read_as_hpack_reads_them(block: bytes) -> None:
     blocks = without_table()
     try:
         headers: Headers | None = blocks.decode(block)
-    except BadBlock:
+    except BadHeaderBlock:
         headers = None
     expected = read_whole(block)
     assert expected is None or headers == expected
@@ -72,7 +72,7 @@ def test_a_value_that_differs_from_block_to_block_is_read_as_hpack_reads_it(
         expected = read_whole(block)
         try:
             headers: Headers | None = blocks.decode(block)
-        except BadBlock:
+        except BadHeaderBlock:
             headers = None
         assert headers == expected
         if headers is None:
@@ -111,15 +111,15 @@ def test_fields_that_are_kept_are_bounded() -> None:
     ],
 )
 def test_numbers_without_end_are_refused(block: bytes) -> None:
-    with pytest.raises(BadBlock):
+    with pytest.raises(BadHeaderBlock):
         without_table().decode(block)
 
 
 def test_a_few_bytes_do_not_grow_into_many() -> None:
     large = b"\x00\x01a\x7f\x81\x06" + b"b" * 896
-    with pytest.raises(BadBlock):
+    with pytest.raises(BadHeaderBlock):
         without_table().decode(large * 5)
     blocks = without_table()
     assert len(blocks.decode(large)) == 1
-    with pytest.raises(BadBlock):
+    with pytest.raises(BadHeaderBlock):
         blocks.decode(large * 5)

@@ -15,12 +15,12 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from prometheus_client import CollectorRegistry
 
+from extproc.listen_sockets import ListenFailed, listen
 from extproc.metrics.registry import TlsMetrics
-from extproc.ports import ListenFailed, listen
 from extproc.rpc import server as rpc_server
-from extproc.rpc.http2 import PREFACE, WINDOW, Frame, frame
-from extproc.rpc.server import MOST_MESSAGE_BYTES, Call, RpcFailed, RpcServer, Status
-from extproc.streams.tls import FollowedCertificate
+from extproc.rpc.http2 import PREFACE, WINDOW, FrameType, encode_frame
+from extproc.rpc.server import MOST_MESSAGE_BYTES, RpcCall, RpcFailed, RpcServer, Status
+from extproc.streams.tls import ReloadingCertificate
 from tests.extproc.runtime.test_app import free_port
 from tests.waiting import eventually
 
@@ -32,7 +32,7 @@ ECHO = "/test.Test/Echo"
 NOW = dt.datetime.now(dt.UTC)
 
 
-async def echo(call: Call) -> None:
+async def echo(call: RpcCall) -> None:
     while (message := await call.read()) is not None:
         await call.write(message)
 
@@ -45,7 +45,7 @@ class Served(NamedTuple):
 
 @asynccontextmanager
 async def served(
-    handler: Callable[[Call], Awaitable[None]] = echo,
+    handler: Callable[[RpcCall], Awaitable[None]] = echo,
 ) -> AsyncIterator[Served]:
     server, port = RpcServer({ECHO: handler}), free_port()
     address = f"127.0.0.1:{port}"
@@ -94,7 +94,7 @@ def digits(message: bytes) -> bytes | None:
 async def test_what_a_relay_answers_passes_the_handler_and_stays_in_order() -> None:
     read: list[bytes] = []
 
-    async def handler(call: Call) -> None:
+    async def handler(call: RpcCall) -> None:
         while (message := await call.read(digits)) is not None:
             read.append(message)
             await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_what_a_relay_answers_passes_the_handler_and_stays_in_order() -> N
 
 
 async def test_a_relay_that_fails_costs_its_message_a_turn_and_no_call_its_connection() -> None:
-    async def handler(call: Call) -> None:
+    async def handler(call: RpcCall) -> None:
         while (message := await call.read(digits)) is not None:
             await call.write(b"read " + message)
 
@@ -136,7 +136,7 @@ async def test_a_relay_that_fails_costs_its_message_a_turn_and_no_call_its_conne
 async def test_a_relay_is_not_asked_while_the_client_takes_nothing() -> None:
     read: list[bytes] = []
 
-    async def handler(call: Call) -> None:
+    async def handler(call: RpcCall) -> None:
         # each answer is larger than what the client takes unread
         while (message := await call.read(lambda message: message * 1000)) is not None:
             read.append(message)
@@ -156,7 +156,7 @@ async def test_a_relay_is_not_asked_while_the_client_takes_nothing() -> None:
 async def test_metadata_is_read() -> None:
     read: list[tuple[str, str]] = []
 
-    async def handler(call: Call) -> None:
+    async def handler(call: RpcCall) -> None:
         read.extend(call.metadata)
         await call.write(b"")
 
@@ -166,7 +166,7 @@ async def test_metadata_is_read() -> None:
 
 
 async def test_what_ends_a_call_ends_no_other() -> None:
-    async def handler(call: Call) -> None:
+    async def handler(call: RpcCall) -> None:
         match await call.read():
             case b"refused":
                 raise RpcFailed(Status.FAILED_PRECONDITION, "100% wrong: größer")
@@ -202,7 +202,7 @@ async def test_calls_that_are_not_served_are_told_so() -> None:
 async def test_a_client_that_reads_nothing_is_sent_only_what_it_has_asked_for() -> None:
     written, is_waiting = 0, asyncio.Event()
 
-    async def handler(call: Call) -> None:
+    async def handler(call: RpcCall) -> None:
         nonlocal written
         await call.read()
         asyncio.get_running_loop().call_later(1.0, is_waiting.set)
@@ -223,7 +223,7 @@ async def test_a_client_that_reads_nothing_is_sent_only_what_it_has_asked_for() 
 async def test_a_cancelled_call_cancels_its_handler() -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def handler(call: Call) -> None:
+    async def handler(call: RpcCall) -> None:
         begun.set()
         try:
             await call.read()
@@ -245,10 +245,13 @@ async def test_calls_that_are_reset_as_they_begin_leave_nothing_behind() -> None
     )
     async with served() as (server, _, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(PREFACE + frame(Frame.SETTINGS, 0, 0, b""))
+        writer.write(PREFACE + encode_frame(FrameType.SETTINGS, 0, 0, b""))
         for stream in range(1, 2001, 2):
-            writer.write(frame(Frame.HEADERS, 0x4, stream, head) + frame(Frame.RST_STREAM, 0, stream, b"\0\0\0\x08"))
-        writer.write(frame(Frame.PING, 0, 0, b"all read"))
+            writer.write(
+                encode_frame(FrameType.HEADERS, 0x4, stream, head)
+                + encode_frame(FrameType.RST_STREAM, 0, stream, b"\0\0\0\x08")
+            )
+        writer.write(encode_frame(FrameType.PING, 0, 0, b"all read"))
         await asyncio.wait_for(reader.readuntil(b"all read"), 60)
         (connection,) = server.connections
         await eventually(lambda: not connection.cancel_calls())
@@ -258,7 +261,7 @@ async def test_calls_that_are_reset_as_they_begin_leave_nothing_behind() -> None
 async def test_a_message_is_read_ahead_while_another_waits_to_be_written() -> None:
     read: list[bytes | None] = []
 
-    async def handler(call: Call) -> None:
+    async def handler(call: RpcCall) -> None:
         ahead = asyncio.create_task(call.read())
         await asyncio.sleep(0)
         await call.write(b"w" * (WINDOW // 4))
@@ -296,7 +299,10 @@ async def test_what_is_not_grpc_is_let_go() -> None:
         for sent, expected in (
             (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"not the preface"),
             # POST and nothing else: 415
-            (PREFACE + frame(Frame.SETTINGS, 0, 0, b"") + frame(Frame.HEADERS, 5, 1, b"\x83"), b"415"),
+            (
+                PREFACE + encode_frame(FrameType.SETTINGS, 0, 0, b"") + encode_frame(FrameType.HEADERS, 5, 1, b"\x83"),
+                b"415",
+            ),
         ):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(sent)
@@ -315,7 +321,7 @@ async def test_a_connection_that_does_not_begin_in_time_is_closed(
 ) -> None:
     monkeypatch.setattr(rpc_server, "_GREETING_S", 0.3)
     server, port = RpcServer({ECHO: echo}), free_port()
-    tls = FollowedCertificate(None, TlsMetrics(CollectorRegistry()), lambda: NOW).context if has_tls else None
+    tls = ReloadingCertificate(None, TlsMetrics(CollectorRegistry()), lambda: NOW).context if has_tls else None
     await server.start(listen(f"127.0.0.1:{port}"), tls)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
@@ -330,12 +336,12 @@ async def test_a_connection_that_has_begun_may_stay_idle(monkeypatch: pytest.Mon
     monkeypatch.setattr(rpc_server, "_GREETING_S", 0.3)
     async with served() as (server, _, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(PREFACE + frame(Frame.SETTINGS, 0, 0, b""))
+        writer.write(PREFACE + encode_frame(FrameType.SETTINGS, 0, 0, b""))
         other, other_writer = await asyncio.open_connection("127.0.0.1", port)
         with suppress(ConnectionError):
             await asyncio.wait_for(other.read(), 60)
         other_writer.close()
-        writer.write(frame(Frame.PING, 0, 0, b"still on"))
+        writer.write(encode_frame(FrameType.PING, 0, 0, b"still on"))
         await asyncio.wait_for(reader.readuntil(b"still on"), 60)
         assert len(server.connections) == 1
         writer.close()

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bench.stack.processes import free_ports, workers_of
 from extproc.__main__ import main
 from extproc.api.status_pages import ConfigReport
-from extproc.notify import ALIVE, NOTIFY_VARIABLE, READY, STOPPING, WATCHDOG_VARIABLE
+from extproc.sd_notify import ALIVE, NOTIFY_VARIABLE, READY, STOPPING, WATCHDOG_VARIABLE
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
@@ -39,9 +39,9 @@ LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 # extproc that reports when it saves
 SAVES_AND_TELLS = """
 import os, runpy
-from extproc.feeds.saved_levels import SavedLevels
-from extproc.feeds.saved_objectives import SavedObjectives
-from extproc.notify import notify
+from extproc.feeds.saved_limits import SavedLevels
+from extproc.feeds.saved_slo_counts import SavedObjectives
+from extproc.sd_notify import notify
 SavedLevels.save = SavedObjectives.save = lambda _: notify(b"SAVES=1", os.environ)
 runpy.run_module("extproc", None, "__main__")
 """
@@ -484,10 +484,10 @@ def test_an_argument_that_does_not_parse_is_explained(
 
 BROKEN_FEEDS = """
 import sys
-from extproc.feeds.directory import DirectoryFeed
-from extproc.feeds.engines import EngineScraper
+from extproc.feeds.config_directory import DirectoryFeed
+from extproc.feeds.engine_scraper import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
-from extproc.feeds.saved_levels import SavedLevels
+from extproc.feeds.saved_limits import SavedLevels
 from extproc.replication.peers import Peers
 
 async def fails(*_args, **_more):

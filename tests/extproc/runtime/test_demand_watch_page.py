@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from bench.stack.processes import free_ports
-from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, complete_status
+from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, complete_demand
+from extproc.listen_sockets import listen
 from extproc.metrics.exposition import Registry
-from extproc.ports import listen
 from extproc.runtime import demand_watch
+from extproc.runtime.admin_pages import serve_pages
 from extproc.runtime.demand_watch import MOST_WATCHERS, DemandWatch
-from extproc.runtime.pages import serve_pages
 from tests.extproc.scenes import core_of, request
 from tests.waiting import eventually
 
@@ -149,11 +149,11 @@ async def test_a_burst_is_told_at_once_whoever_else_looks_meanwhile() -> None:
 @pytest.mark.usefixtures("unasked")
 async def test_each_follower_is_woken_by_what_is_news_to_it_alone() -> None:
     async with page("{address: '10.0.0.1:8000'}") as stand:
-        early = stand.watch.lines()
+        early = stand.watch.stream_lines()
         await anext(early)
         for _ in range(7):
             stand.arrive()
-        late = stand.watch.lines()
+        late = stand.watch.stream_lines()
         await anext(late)
         before = asyncio.create_task(anext(early))
         after = asyncio.create_task(anext(late))
@@ -194,7 +194,7 @@ async def test_a_burst_is_told_before_all_of_it_has_been_read(monkeypatch: pytes
         await asyncio.sleep(0.1)
 
         async def ask() -> None:
-            await stand.watch.let_go_first()
+            await stand.watch.yield_to_followers()
             stand.arrive()
 
         await asyncio.gather(*(ask() for _ in range(200)))
@@ -204,12 +204,12 @@ async def test_a_burst_is_told_before_all_of_it_has_been_read(monkeypatch: pytes
 
 async def test_nobody_waits_for_a_follower_that_takes_nothing() -> None:
     async with page() as stand:
-        lines = stand.watch.lines()
+        lines = stand.watch.stream_lines()
         await anext(lines)
         stand.arrive()
         async with asyncio.timeout(120):
             for _ in range(1000):
-                await stand.watch.let_go_first()
+                await stand.watch.yield_to_followers()
         await lines.aclose()
 
 
@@ -221,7 +221,7 @@ async def test_followers_are_few_and_make_room_when_they_leave() -> None:
         async with http.get(url) as refused:
             assert refused.status == 503
         answers[0].close()
-        await eventually(lambda: stand.watch.accepts_followers)
+        await eventually(lambda: stand.watch.may_accept_follower)
         async with http.get(url) as welcome:
             assert welcome.status == 200
 
@@ -252,7 +252,7 @@ async def test_what_changes_say_is_what_whole_lines_say() -> None:
         async with http.get(f"{stand.url}?watch=changes") as answer:
             known: Demand | None = None
             for at in range(4):
-                known = complete_status(await next_line(answer), known)
+                known = complete_demand(await next_line(answer), known)
                 assert known is not None
                 if at == 1:
                     stand.core.on_disconnect(stand.arrive(), time.monotonic())  # noqa: TID251 - a real clock

@@ -18,12 +18,12 @@ from aiohttp import web
 
 from bench.stack.processes import free_ports
 from extproc.cli.translate import main
-from extproc.ports import listen
-from extproc.protocol import CUT_MARK, ENGINE_ANSWERED, LIMIT_MARK, TRANSLATE, TRANSLATED_SOCKET, TRANSLATOR_SOCKET
+from extproc.listen_sockets import listen
 from extproc.runtime import translator
-from extproc.runtime.translator import running
-from extproc.runtime.translator_metrics import TranslatorMetrics, showing
-from extproc.translate import forms
+from extproc.runtime.translator import running_translator
+from extproc.runtime.translator_metrics import TranslatorMetrics, serving_metrics
+from extproc.translate import json_fields
+from extproc.wire_protocol import CUT_MARK, ENGINE_ANSWERED, LIMIT_MARK, TRANSLATE, TRANSLATED_SOCKET, TRANSLATOR_SOCKET
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ ANSWER = {
 async def client(folder: Path, metrics: TranslatorMetrics | None = None) -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.UnixConnector(str(folder / TRANSLATOR_SOCKET))
     async with (
-        running(folder, end_s=1.0, metrics=metrics),
+        running_translator(folder, end_s=1.0, metrics=metrics),
         aiohttp.ClientSession("http://here", connector=connector) as http,
     ):
         yield http
@@ -186,7 +186,7 @@ async def test_a_long_body_keeps_nobody_else_waiting(
     """``is_answer``: the engine's is long, not the client's."""
     others = threading.Event()
     text = "a" * 1_000_000
-    encode, decode = forms.encode, forms.decode
+    encode, decode = json_fields.encode_json, json_fields.decode_object
 
     def slow(body: bytes) -> Any:  # noqa: ANN401 - JSON
         if len(body) >= len(text):
@@ -197,7 +197,7 @@ async def test_a_long_body_keeps_nobody_else_waiting(
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         return web.Response(body=encode({"id": "1", "choices": [choice]}))
 
-    monkeypatch.setattr(forms, "decode", slow)
+    monkeypatch.setattr(json_fields, "decode_object", slow)
     given = {**BODY, "messages": [{"role": "user", "content": "hi" if is_answer else text}]}
     async with envoy(tmp_path, long if is_answer else good) as got, client(tmp_path) as http:
         task = asyncio.create_task(post(http, body=given))
@@ -210,7 +210,7 @@ async def test_a_long_body_keeps_nobody_else_waiting(
 
 
 async def test_a_long_event_keeps_nobody_else_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others, text, decode = threading.Event(), "a" * 1_000_000, forms.decode
+    others, text, decode = threading.Event(), "a" * 1_000_000, json_fields.decode_object
 
     def slow(body: bytes) -> Any:  # noqa: ANN401 - JSON
         if len(body) >= len(text):
@@ -221,10 +221,12 @@ async def test_a_long_event_keeps_nobody_else_waiting(tmp_path: Path, monkeypatc
         answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await answer.prepare(request)
         delta = {"index": 0, "delta": {"content": text}, "finish_reason": "stop"}
-        await answer.write(b"data: " + forms.encode({"id": "1", "choices": [delta]}) + b"\n\ndata: [DONE]\n\n")
+        await answer.write(
+            b"data: " + json_fields.encode_json({"id": "1", "choices": [delta]}) + b"\n\ndata: [DONE]\n\n"
+        )
         return answer
 
-    monkeypatch.setattr(forms, "decode", slow)
+    monkeypatch.setattr(json_fields, "decode_object", slow)
     asked = {"json": {**BODY, "stream": True}, "headers": {TRANSLATE: DIRECTIVE}}
     async with envoy(tmp_path, streams), client(tmp_path) as http, http.post(MESSAGES, **asked) as answer:
         assert (await post(http, directive=""))[0] == 500
@@ -323,7 +325,7 @@ async def test_what_is_counted(tmp_path: Path) -> None:
 
     connector = aiohttp.UnixConnector(str(tmp_path / TRANSLATOR_SOCKET))
     async with (
-        running(tmp_path, end_s=1.0, metrics=metrics),
+        running_translator(tmp_path, end_s=1.0, metrics=metrics),
         aiohttp.ClientSession("http://here", connector=connector) as http,
         envoy(tmp_path, answer) as got,
     ):
@@ -346,7 +348,7 @@ async def test_its_page() -> None:
     (port,) = free_ports(1)
     metrics = TranslatorMetrics()
     url = f"http://127.0.0.1:{port}/metrics"
-    async with showing(metrics, listen(f"127.0.0.1:{port}"), "127.0.0.1"), aiohttp.ClientSession() as http:
+    async with serving_metrics(metrics, listen(f"127.0.0.1:{port}"), "127.0.0.1"), aiohttp.ClientSession() as http:
         async with http.get(url) as page:
             assert "attache_translations_in_flight 0.0" in await page.text()
         async with http.get(url, headers={"host": "elsewhere.example"}) as refused:
@@ -391,7 +393,7 @@ async def test_at_no_moment_others_reach_its_socket(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("extproc.runtime.translator.listen", seen)
     before = os.umask(0)
     try:
-        async with running(tmp_path, end_s=1.0):
+        async with running_translator(tmp_path, end_s=1.0):
             assert modes == [0o600]
             assert os.umask(0) == 0
     finally:

@@ -7,7 +7,7 @@ import pytest
 
 from extproc.endpoints.table import EndpointTable
 from extproc.engines.metrics import CacheConfig
-from extproc.prefix.index import Turn, Turns
+from extproc.prefix.approximate_index import ConversationTurn, ConversationTurns
 from extproc.prefix.kv_events import BlocksStored
 from extproc.prefix.kv_index import EventSource, KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt
@@ -15,12 +15,12 @@ from extproc.scheduling.cache_estimator import CacheEstimator, Prompt
 
 def table_of(count: int) -> EndpointTable:
     table = EndpointTable()
-    table.replace(f"e{number}:1" for number in range(count))
+    table.replace_endpoints(f"e{number}:1" for number in range(count))
     return table
 
 
 def cached(caches: CacheEstimator, table: EndpointTable, prompt: Prompt, now: float = 0.0) -> list[float]:
-    return caches.expect(prompt, table, now).demand.cached_tokens[: len(table)].tolist()
+    return caches.estimate_prompt(prompt, table, now).demand.cached_tokens[: len(table)].tolist()
 
 
 def test_a_sent_prefix_is_expected_in_whole_blocks_of_the_engine() -> None:
@@ -28,7 +28,7 @@ def test_a_sent_prefix_is_expected_in_whole_blocks_of_the_engine() -> None:
     for row in range(2):
         caches.set_cache_config(row, CacheConfig(32, 100_000))
     prompt = Prompt(b"a" * 1000, "m")
-    caches.record_sent(1, caches.expect(prompt, table, 0.0), 0.0)
+    caches.record_sent(1, caches.estimate_prompt(prompt, table, 0.0), 0.0)
     # 7 blocks of 128 bytes are 896 bytes, 224 tokens: 7 blocks of 32
     assert cached(caches, table, Prompt(b"a" * 900 + b"b" * 500, "m")) == [0.0, 224.0]
     # and never the whole prompt: the last token is always computed
@@ -51,7 +51,7 @@ def test_blocks_of_text_follow_the_engines_blocks_of_tokens() -> None:
 def test_prompts_sent_before_a_change_of_block_size_are_still_known() -> None:
     caches, table = CacheEstimator(), table_of(2)
     prompt = Prompt(b"a" * 2000, "m")
-    caches.record_sent(1, caches.expect(prompt, table, 0.0), 0.0)
+    caches.record_sent(1, caches.estimate_prompt(prompt, table, 0.0), 0.0)
     caches.bytes_per_token = 1.0
     caches.set_cache_config(0, CacheConfig(32, 100_000))
     assert caches.index.first_block_bytes == 32
@@ -65,7 +65,7 @@ def test_what_an_old_block_size_has_is_kept_for_ten_minutes_and_nothing_if_it_is
     caches.set_cache_config(0, CacheConfig(16, 100_000))
     assert caches._previous is None
     caches, prompt = CacheEstimator(), Prompt(b"a" * 2000, "m")
-    caches.record_sent(1, caches.expect(prompt, table, 0.0), 0.0)
+    caches.record_sent(1, caches.estimate_prompt(prompt, table, 0.0), 0.0)
     caches.set_cache_config(0, CacheConfig(16, 100_000))
     longer = Prompt(b"a" * 2000 + b"b" * 100, "m")
     assert cached(caches, table, longer, now=50.0)[1] > 0
@@ -80,7 +80,7 @@ def test_capacity_is_what_the_engine_reports() -> None:
     caches.set_cache_config(0, CacheConfig(32, 16_384 // 4 * 10))
     for number in range(40):
         prompt = Prompt(f"{number:04}".encode() + bytes(16_380), "m")
-        expectation = caches.expect(prompt, table, 0.0)
+        expectation = caches.estimate_prompt(prompt, table, 0.0)
         caches.index.unpin(0, caches.record_sent(0, expectation, float(number)), number + 0.5)
     found = [cached(caches, table, Prompt(f"{number:04}".encode() + bytes(16_380), "m"))[0] > 0 for number in range(40)]
     assert found == [False] * 30 + [True] * 10
@@ -89,7 +89,7 @@ def test_capacity_is_what_the_engine_reports() -> None:
 def test_scopes_and_salts_separate_caches() -> None:
     caches, table = CacheEstimator(), table_of(1)
     text = b"a" * 1000
-    caches.record_sent(0, caches.expect(Prompt(text, "m", scope="acme"), table, 0.0), 0.0)
+    caches.record_sent(0, caches.estimate_prompt(Prompt(text, "m", scope="acme"), table, 0.0), 0.0)
     assert cached(caches, table, Prompt(text, "m", scope="acme"))[0] > 0
     for other in (
         Prompt(text, "m"),
@@ -103,9 +103,9 @@ def test_scopes_and_salts_separate_caches() -> None:
 def test_the_next_turn_finds_prompt_and_answer() -> None:
     caches, table = CacheEstimator(), table_of(2)
     first = b'\nuser\n"' + b"q" * 1000 + b'"'
-    expectation = caches.expect(Prompt(first, "m"), table, 0.0)
+    expectation = caches.estimate_prompt(Prompt(first, "m"), table, 0.0)
     caches.record_sent(1, expectation, 0.0)
-    caches.index.record_turn(1, expectation.chain, Turn(expectation.tail, 400.0))
+    caches.index.record_turn(1, expectation.chain, ConversationTurn(expectation.tail, 400.0))
     second = first + b'\nassistant\n"' + b"x" * 400 + b'"\nuser\n"more"'
     # 1008 bytes of prompt and 400 of answer, four bytes a token
     assert cached(caches, table, Prompt(second, "m")) == [0.0, 352.0]
@@ -114,7 +114,7 @@ def test_the_next_turn_finds_prompt_and_answer() -> None:
 
 
 def test_the_share_of_an_answer_in_the_next_prompt_is_learned() -> None:
-    turns = Turns()
+    turns = ConversationTurns()
     for _ in range(60):
         turns.learn(expected=1000, found=0)
     assert turns.answer_share < 0.15
@@ -128,7 +128,7 @@ def test_events_overrule_the_approximate_index_with_a_complete_feed() -> None:
     caches.kv_index = KvIndex()
     text, tokens = b"a" * 1024, list(range(256))
     for row in range(3):
-        caches.record_sent(row, caches.expect(Prompt(text, "m"), table, 0.0), 0.0)
+        caches.record_sent(row, caches.estimate_prompt(Prompt(text, "m"), table, 0.0), 0.0)
     caches.set_feed_state(0, is_whole=True)
     caches.set_feed_state(1, is_whole=False)
     caches.kv_index.apply(EventSource(0), [BlocksStored((1,), None, tuple(tokens[:16]), 16)])
@@ -143,5 +143,5 @@ def test_events_overrule_the_approximate_index_with_a_complete_feed() -> None:
 
 def test_tokens_say_how_long_a_prompt_is() -> None:
     caches, table = CacheEstimator(), table_of(1)
-    assert caches.expect(Prompt(b"a" * 400, "m"), table, 0.0).input_tokens == pytest.approx(100)
-    assert caches.expect(Prompt(b"a" * 400, "m", tokens=range(300)), table, 0.0).input_tokens == 300
+    assert caches.estimate_prompt(Prompt(b"a" * 400, "m"), table, 0.0).input_tokens == pytest.approx(100)
+    assert caches.estimate_prompt(Prompt(b"a" * 400, "m", tokens=range(300)), table, 0.0).input_tokens == 300

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from extproc.endpoints.table import EndpointTable
-from extproc.llmd.files import picker_from_text
-from extproc.llmd.types import BUILT_IN
+from extproc.llmd.picker_builder import picker_from_text
+from extproc.llmd.plugin_types import BUILT_IN
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt
 from tests.extproc.scheduling.plugins.views import view_of
 
@@ -75,28 +75,28 @@ def test_scorers_of_one_estimate_are_told() -> None:
 @pytest.mark.parametrize(("tier_tokens", "is_held"), [(3_000.0, False), (500_000.0, True)])
 def test_a_tier_holds_as_much_as_its_capacity(tier_tokens: float, is_held: bool) -> None:
     estimator, table = CacheEstimator(), EndpointTable()
-    table.replace(["e0:1", "e1:1"])
+    table.replace_endpoints(["e0:1", "e1:1"])
     estimator.configure(has_events=False, tiers={"cpu": tier_tokens})
     for number in range(10):
-        estimator.record_sent(0, estimator.expect(prompt(number), table, 0.0), 0.0)
+        estimator.record_sent(0, estimator.estimate_prompt(prompt(number), table, 0.0), 0.0)
     # each prompt has some 1,300 tokens
-    first = estimator.expect(prompt(0), table, 1.0).demand.cached_by("cpu")
+    first = estimator.estimate_prompt(prompt(0), table, 1.0).demand.cached_by("cpu")
     assert (first[0] > 0) == is_held
-    assert estimator.expect(prompt(9), table, 1.0).demand.cached_by("cpu")[0] > 1000
+    assert estimator.estimate_prompt(prompt(9), table, 1.0).demand.cached_by("cpu")[0] > 1000
     assert first[1] == 0
     # the engine restarts: what was in host memory is gone, too
-    estimator.cache_lost(0)
-    assert estimator.expect(prompt(9), table, 2.0).demand.cached_by("cpu")[0] == 0
+    estimator.on_cache_lost(0)
+    assert estimator.estimate_prompt(prompt(9), table, 2.0).demand.cached_by("cpu")[0] == 0
 
 
 def test_tiers_that_stay_keep_what_they_remember() -> None:
     estimator, table = CacheEstimator(), EndpointTable()
-    table.replace(["e0:1"])
+    table.replace_endpoints(["e0:1"])
     for _ in range(2):
         estimator.configure(has_events=False, tiers={"cpu": 100_000.0})
-        estimator.record(0, estimator.expect(prompt(1), table, 0.0).chain, 0.0)
-    assert estimator.expect(prompt(1), table, 1.0).demand.cached_by("cpu")[0] > 1000
+        estimator.record(0, estimator.estimate_prompt(prompt(1), table, 0.0).chain, 0.0)
+    assert estimator.estimate_prompt(prompt(1), table, 1.0).demand.cached_by("cpu")[0] > 1000
     estimator.configure(has_events=False, tiers={"cpu": 200_000.0})
-    assert estimator.expect(prompt(1), table, 1.0).demand.cached_by("cpu")[0] == 0
+    assert estimator.estimate_prompt(prompt(1), table, 1.0).demand.cached_by("cpu")[0] == 0
     estimator.configure(has_events=False, tiers={})
-    assert estimator.expect(prompt(1), table, 1.0).demand.tiers == {}
+    assert estimator.estimate_prompt(prompt(1), table, 1.0).demand.tiers == {}

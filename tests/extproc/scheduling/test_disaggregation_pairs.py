@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.costs import PromptCost
-from extproc.endpoints.ledger import begin_request
+from extproc.endpoints.in_flight import begin_request
+from extproc.endpoints.learned_speeds import PromptCost
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.errors import BadRequest, NoEndpoint
-from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
-from extproc.scheduling.picker import Demand, RequestFacts, View
-from extproc.scheduling.pickers import (
+from extproc.scheduling.builtin_pickers import (
     CACHED,
     LOCAL,
     NO_PREFILL,
@@ -27,6 +25,8 @@ from extproc.scheduling.pickers import (
     PrefixAware,
     PrefixAwareParameters,
 )
+from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
+from extproc.scheduling.picker import Demand, RequestFacts, View
 from tests.extproc.breakers import trip
 
 ROLES = PairParameters("group", {"role": "prefill"}, {"role": "decode"})
@@ -39,7 +39,7 @@ def view_of(*endpoints: str, input_tokens: float = 4000.0, cached: dict[int, flo
     """Endpoints as ``p/g1`` (prefill in group g1) or ``d/g2``."""
     table = EndpointTable()
     roles = {"p": "prefill", "d": "decode"}
-    table.replace(
+    table.replace_endpoints(
         {
             f"e{number}:1": EndpointConfig({"role": roles[one[0]], "group": one[2:]})
             for number, one in enumerate(endpoints)
@@ -48,7 +48,7 @@ def view_of(*endpoints: str, input_tokens: float = 4000.0, cached: dict[int, flo
     held = np.zeros(len(table.addresses))
     for row, tokens in (cached or {}).items():
         held[row] = tokens
-    demand = Demand(held, PromptCost().work(input_tokens - held, held))
+    demand = Demand(held, PromptCost().prefill_work(input_tokens - held, held))
     return View(table, demand, RequestFacts("m", input_tokens), 0.0)
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from extproc.api.errors import ConfigInvalid
 from extproc.errors import NoEndpoint, Shed
-from extproc.llmd.files import BuiltPicker, picker_from_text
-from extproc.llmd.types import BUILT_IN, installed_plugins
+from extproc.llmd.picker_builder import BuiltPicker, picker_from_text
+from extproc.llmd.plugin_types import BUILT_IN, installed_plugins
+from extproc.scheduling.builtin_pickers import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.picker import Pick, View
-from extproc.scheduling.pickers import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.registry import Kind, PluginType
 from extproc.scheduling.sessions import SessionNote
 from tests.extproc.scheduling.plugins.views import view_of

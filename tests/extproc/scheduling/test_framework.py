@@ -12,9 +12,9 @@ import pytest
 
 from extproc.errors import NoEndpoint
 from extproc.scheduling.framework import NamedFilter, NamedScorer, Profile
-from extproc.scheduling.plugins.filters import Healthy, LeastRequestFilter
-from extproc.scheduling.plugins.load_scorers import KvCacheUtilization, PrefixCacheScorer, Queue
-from extproc.scheduling.plugins.selectors import MaxScore
+from extproc.scheduling.plugins.filters import HealthyFilter, LeastRequestFilter
+from extproc.scheduling.plugins.load_scorers import KvCacheUtilizationScorer, PrefixCacheScorer, QueueScorer
+from extproc.scheduling.plugins.selectors import MaxScoreSelector
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 DEFAULT = Profile(
     filters=(),
     scorers=(
-        NamedScorer("queue-scorer", Queue(), 2.0),
-        NamedScorer("kv-cache-utilization-scorer", KvCacheUtilization(), 2.0),
+        NamedScorer("queue-scorer", QueueScorer(), 2.0),
+        NamedScorer("kv-cache-utilization-scorer", KvCacheUtilizationScorer(), 2.0),
         NamedScorer("prefix-cache-scorer", PrefixCacheScorer(), 3.0),
     ),
-    selector=MaxScore(),
+    selector=MaxScoreSelector(),
 )
 
 
@@ -47,8 +47,8 @@ def test_scores_are_weighted_and_added_as_llm_d_does() -> None:
 
 
 def test_filters_narrow_in_order_and_record_what_they_kept() -> None:
-    filters = (NamedFilter("queue", LeastRequestFilter()), NamedFilter("healthy", Healthy()))
-    profile = Profile(filters, DEFAULT.scorers, MaxScore())
+    filters = (NamedFilter("queue", LeastRequestFilter()), NamedFilter("healthy", HealthyFilter()))
+    profile = Profile(filters, DEFAULT.scorers, MaxScoreSelector())
     view = view_of(4, waiting=[0, 50, 2, 3], retry_at_s=[5, 0, 0, 0], now_s=1.0)
     ranking = profile.pick(explained(view), rng=random.Random(0))
     assert ranking.reasons[0].after_filters == (("queue", (0, 2, 3)), ("healthy", (2, 3)))
@@ -58,7 +58,7 @@ def test_filters_narrow_in_order_and_record_what_they_kept() -> None:
 
 
 def test_the_filter_that_excludes_the_last_endpoint_is_named() -> None:
-    profile = Profile((NamedFilter("short-queues", LeastRequestFilter()),), (), MaxScore())
+    profile = Profile((NamedFilter("short-queues", LeastRequestFilter()),), (), MaxScoreSelector())
     with pytest.raises(NoEndpoint, match="short-queues"):
         profile.pick(view_of(2, waiting=[50, 50]), rng=random.Random(0))
     with pytest.raises(NoEndpoint, match="No engine is ready"):
@@ -71,7 +71,7 @@ def test_scores_are_clipped_to_their_range() -> None:
             del view
             return np.where(np.arange(candidates.size) % 2, 7.0, -7.0)
 
-    profile = Profile((), (NamedScorer("wild", Wild()),), MaxScore())  # type: ignore[arg-type]
+    profile = Profile((), (NamedScorer("wild", Wild()),), MaxScoreSelector())  # type: ignore[arg-type]
     ranking = profile.pick(explained(view_of(4)), rng=random.Random(0))
     assert ranking.reasons[0].scored[0].values.tolist() == [0.0, 1.0, 0.0, 1.0]
 
@@ -80,4 +80,4 @@ def test_the_ranking_has_the_requested_length() -> None:
     long = view_of(10)
     assert len(DEFAULT.pick(long, rng=random.Random(0)).rows) == 4
     assert len(DEFAULT.pick(msgspec.structs.replace(long, choices=1), rng=random.Random(0)).rows) == 1
-    assert len(Profile((), (), MaxScore(max_num_of_endpoints=2)).pick(long, rng=random.Random(0)).rows) == 2
+    assert len(Profile((), (), MaxScoreSelector(max_num_of_endpoints=2)).pick(long, rng=random.Random(0)).rows) == 2

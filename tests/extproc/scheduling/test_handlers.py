@@ -13,8 +13,8 @@ import pytest
 from extproc.api.errors import ConfigInvalid
 from extproc.endpoints.table import EndpointConfig
 from extproc.errors import BadRequest
-from extproc.llmd.files import picker_from_text
-from extproc.llmd.types import BUILT_IN
+from extproc.llmd.picker_builder import picker_from_text
+from extproc.llmd.plugin_types import BUILT_IN
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def view_of_pairs(
 ) -> View:
     view = view_of(4, cached=cached, waiting=waiting, **options)  # type: ignore[arg-type]
     roles = [("prefill", "a"), ("decode", "a"), ("prefill", "b"), ("decode", "b")]
-    view.table.replace(
+    view.table.replace_endpoints(
         {
             f"e{row}:1": EndpointConfig({"llm-d.ai/role": role, "group": group})
             for row, (role, group) in enumerate(roles)
@@ -111,7 +111,7 @@ def test_the_older_handler_and_its_parameters_are_read() -> None:
 def test_without_a_prefill_endpoint_the_decode_endpoint_serves_the_whole_request() -> None:
     picker = picker_from_text("pd.yaml", DISAGG, BUILT_IN).picker
     view = view_of_pairs()
-    view.table.replace({"e1:1": EndpointConfig({"llm-d.ai/role": "decode", "group": "a"})})
+    view.table.replace_endpoints({"e1:1": EndpointConfig({"llm-d.ai/role": "decode", "group": "a"})})
     pick = picker.pick(view, rng=random.Random(0))
     assert (pick.rows, pick.prefill_row, pick.stage) == ([1], None, "the prefill profile found no endpoint")
 

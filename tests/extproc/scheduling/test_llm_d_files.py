@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.api.load import load_snapshot
-from extproc.llmd.files import PickerFactory, picker_notes
-from extproc.scheduling.pickers_for import pickers_for
+from extproc.api.config_loader import load_snapshot
+from extproc.llmd.picker_builder import PickerFactory, picker_notes
+from extproc.scheduling.picker_cache import pickers_for
 
 SERVER = b"""
 apiVersion: attache.dev/v1alpha1

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.api.connection import EngineConnection, EngineTls
 from extproc.api.decode import read_picker_file
+from extproc.api.engine_connection import EngineConnection, EngineTls
 from extproc.api.errors import ConfigInvalid
 from extproc.api.model_server import ModelServerSpec
-from extproc.api.picker_config import refuse_files
+from extproc.api.picker_config import reject_file_references
 from extproc.api.quantities import Duration
 from extproc.engines.metrics import MetricsReader
-from extproc.llmd.files import picker_from_text
-from extproc.llmd.types import BUILT_IN
+from extproc.llmd.picker_builder import picker_from_text
+from extproc.llmd.plugin_types import BUILT_IN
 from extproc.scheduling.metrics_source import USUAL_NAMES, MetricsSource, scrape_config_of
 
 SPEC = ModelServerSpec(model="m", metrics_port=9, metrics_path="/a", connection=EngineConnection(tls=EngineTls()))
@@ -83,5 +83,5 @@ def test_half_a_client_certificate_is_refused() -> None:
 def test_an_object_of_a_cluster_may_not_name_files_of_the_gateway(field: str) -> None:
     text = NAMES + f"  - {{type: metrics-data-source, parameters: {{{field}: /etc/gateway/key.pem}}}}\n"
     with pytest.raises(ConfigInvalid, match=f"parameters.{field}: names a file of the gateway"):
-        refuse_files(read_picker_file("a.yaml", text))
-    refuse_files(read_picker_file("a.yaml", NAMES))
+        reject_file_references(read_picker_file("a.yaml", text))
+    reject_file_references(read_picker_file("a.yaml", NAMES))

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from extproc.core.effects import Decision
-from extproc.core.record import Head, Outcome
-from extproc.failures import FailureLog
+from extproc.core.request_record import Outcome, RequestHead
 from extproc.metrics.registry import Metrics
 from extproc.streams.access_log import read_outcome, receive_entries
 from extproc.streams.messages import HttpAccessLogEntry, StreamAccessLogsMessage
+from extproc.task_supervisor import FailureLog
 from tests.extproc.conftest import decide, shell
-from tests.extproc.core.test_accounts_budgets import Process
+from tests.extproc.core.test_limit_accounting_budgets import Process
 
 if TYPE_CHECKING:
     from extproc.core.core import Core
 
-HEAD = Head("POST", "/v1/chat/completions", {}, has_body=True)
+HEAD = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
 BODY = b'{"model": "chat", "messages": [{"role": "user", "content": "hello"}]}'
 
 
@@ -109,8 +109,8 @@ def test_each_kind_of_failure_is_logged_once_then_by_powers_of_ten(caplog: pytes
     failures = FailureLog(logging.getLogger("test"))
     with caplog.at_level(logging.ERROR):
         for _ in range(150):
-            failures.note("no decision", raised(ValueError))
-        failures.note("no decision", raised(KeyError))
+            failures.record("no decision", raised(ValueError))
+        failures.record("no decision", raised(KeyError))
     assert [record.exc_info is not None for record in caplog.records] == [True, False, False, True]
     assert "10 times so far by ValueError" in caplog.messages[1]
     assert "100 times so far" in caplog.messages[2]
@@ -120,7 +120,7 @@ def test_kinds_of_failures_are_bounded(caplog: pytest.LogCaptureFixture) -> None
     failures = FailureLog(logging.getLogger("test"))
     with caplog.at_level(logging.ERROR):
         for number in range(400):
-            failures.note("no decision", raised(type(f"Odd{number}", (Exception,), {})))
+            failures.record("no decision", raised(type(f"Odd{number}", (Exception,), {})))
     assert len(failures._counts) == 257
 
 

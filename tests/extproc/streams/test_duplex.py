@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.metrics.registry import Metrics
-from extproc.streams.duplex import Duplex
+from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
+from extproc.streams.message_order import IllegalMessage
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
-from extproc.streams.order import IllegalMessage
 from extproc.streams.responses import MOST_BODY_BYTES
 from tests.extproc.conftest import CONFIG, shell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.core.record import Outcome
+    from extproc.core.request_record import Outcome
 
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
 ALL = {"10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"}
@@ -36,7 +36,7 @@ class Gateway:
         self.core = core
         self.metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)
         self.exchange = Exchange(
-            shell(core, self.metrics, lambda: self.now, **options), Duplex, is_trusted=lambda: False
+            shell(core, self.metrics, lambda: self.now, **options), DuplexExchange, is_trusted=lambda: False
         )
         self._is_first = True
 

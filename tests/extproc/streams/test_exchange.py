@@ -8,15 +8,15 @@ import random
 
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Decision, Held, RequestRefused
+from extproc.core.effects import Decision, RequestHeld, RequestRefused
 from extproc.core.states import State
 from extproc.metrics.registry import Metrics
-from extproc.streams.duplex import Duplex
+from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
+from extproc.streams.message_order import BodyMode, IllegalMessage
 from extproc.streams.messages import ImmediateResponse, ProcessingRequest, ProcessingResponse
-from extproc.streams.order import BodyMode, IllegalMessage
 from tests.extproc.conftest import CONFIG, in_some_state, shell
 
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -27,7 +27,7 @@ class Conversation:
 
     def __init__(self, core: Core, *, is_trusted: bool = False) -> None:
         self.metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
-        self.exchange = Exchange(shell(core, self.metrics), Duplex, is_trusted=lambda: is_trusted)
+        self.exchange = Exchange(shell(core, self.metrics), DuplexExchange, is_trusted=lambda: is_trusted)
 
     def send_headers(
         self, path: str = "/v1/chat/completions", *, method: str = "POST", end: bool = False
@@ -176,7 +176,7 @@ def test_what_clients_send_adds_no_series(conversation: Conversation, core: Core
     before = len(list(conversation.metrics.registry.collect()))
     for number in range(50):
         one = Conversation(core)
-        one.exchange = Exchange(shell(core, conversation.metrics), Duplex, is_trusted=lambda: False)
+        one.exchange = Exchange(shell(core, conversation.metrics), DuplexExchange, is_trusted=lambda: False)
         one.send_headers()
         one.send_body(CHAT.replace(b'"chat"', f'"model-{number}"'.encode()))
 
@@ -198,7 +198,7 @@ TENANTS = CONFIG.replace(
 def says_it_is_acme(core: Core, *, is_trusted: bool, duplex: bool) -> str:
     """The tenant that a request counts for whose headers say so."""
     metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0, gates=lambda: core.admission.gates)
-    exchange = Exchange(shell(core, metrics), Duplex, is_trusted=lambda: is_trusted)
+    exchange = Exchange(shell(core, metrics), DuplexExchange, is_trusted=lambda: is_trusted)
     message = ProcessingRequest()
     if duplex:
         message.protocol_config.request_body_mode = 4
@@ -243,7 +243,7 @@ spec: {clients: Trusted, tenants: [{name: acme, models: [sql]}]}
 def test_a_tenant_gets_its_own_models_alone(core: Core, model: bytes, status: int | None, *, duplex: bool) -> None:
     core.apply(load_snapshot({"all.yaml": RESTRICTED}), 0.0)
     metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
-    exchange = Exchange(shell(core, metrics), Duplex, is_trusted=lambda: True)
+    exchange = Exchange(shell(core, metrics), DuplexExchange, is_trusted=lambda: True)
     message = ProcessingRequest()
     if duplex:
         message.protocol_config.request_body_mode = 4
@@ -271,21 +271,21 @@ def held_behind_another(core: Core, *, is_trusted: bool = False) -> tuple[Conver
     message = ProcessingRequest()
     message.request_body.body, message.request_body.end_of_stream = CHAT, True
     assert second.exchange.receive(message) == []
-    assert isinstance(second.exchange.pending, Held)
+    assert isinstance(second.exchange.pending, RequestHeld)
     return first, second
 
 
 def test_our_bundle_is_asked_to_wait_for_a_held_request_as_long_as_it_may_be_held(core: Core) -> None:
     first, second = held_behind_another(core, is_trusted=True)
-    asked = second.exchange.longer_wait()
+    asked = second.exchange.wait_extension()
     assert asked is not None
     # 60s for engines with room, and messageTimeout
     assert ProcessingResponse.FromString(asked).override_message_timeout.seconds == 65
-    assert first.exchange.longer_wait() is None
+    assert first.exchange.wait_extension() is None
     for one in (first, second):
         one.exchange.on_stream_closed()
     # whoever we do not configure may not know the message
-    assert held_behind_another(core)[1].exchange.longer_wait() is None
+    assert held_behind_another(core)[1].exchange.wait_extension() is None
 
 
 @pytest.mark.parametrize(("now", "answer"), [(10.0, "request_body"), (1000.0, "immediate_response")])
@@ -316,7 +316,7 @@ def test_a_gateway_with_one_pool_gets_a_pick_for_models_of_no_route(core: Core, 
     one = Conversation(core)
     # it sends whole bodies, and does not say so
     context = shell(core, metrics, pool="default/llama", whole_bodies=True)
-    one.exchange = Exchange(context, Duplex, is_trusted=lambda: False)
+    one.exchange = Exchange(context, DuplexExchange, is_trusted=lambda: False)
     one.send_headers()
     assert one.send_body(CHAT.replace(b'"chat"', f'"{model}"'.encode())).WhichOneof("response") == status
     assert core.pools["default/llama"].table.in_flight.sum() == 1
@@ -342,7 +342,7 @@ def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(co
         message.request_body.body, message.request_body.end_of_stream = CHAT, True
         one.exchange.receive(message)
     held = conversations[2].exchange
-    assert isinstance(held.pending, Held)
+    assert isinstance(held.pending, RequestHeld)
     held.on_stream_closed()
     assert not core.count_requests(State.QUEUED)
     for one in conversations[:2]:
@@ -355,7 +355,7 @@ def test_conformance_tests_choose_by_header_of_whole_requests_too(
     core: Core, *, conformance: bool, choices: list[str] | None
 ) -> None:
     metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
-    exchange = Exchange(shell(core, metrics, conformance=conformance), Duplex, is_trusted=lambda: False)
+    exchange = Exchange(shell(core, metrics, conformance=conformance), DuplexExchange, is_trusted=lambda: False)
     message = ProcessingRequest()
     for key, value in (
         (":method", "POST"),

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.metrics.registry import Metrics
-from extproc.streams.duplex import Duplex
+from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
-from extproc.streams.headers import Origin
+from extproc.streams.headers import StreamOrigin
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
 from tests.extproc.conftest import CONFIG, shell
 
@@ -61,13 +61,13 @@ def core_of(text: bytes) -> Core:
 class Conversation:
     """The side of an Envoy whose metadata say ``origin``."""
 
-    def __init__(self, core: Core, origin: Origin | Callable[[], Origin]) -> None:
+    def __init__(self, core: Core, origin: StreamOrigin | Callable[[], StreamOrigin]) -> None:
         metrics = Metrics(core.pools.values, lambda: 1000.0, lambda: 0.0)
         self.exchange = Exchange(
             shell(core, metrics),
-            Duplex,
+            DuplexExchange,
             is_trusted=lambda: True,
-            origin=(lambda: origin) if isinstance(origin, Origin) else origin,
+            origin=(lambda: origin) if isinstance(origin, StreamOrigin) else origin,
         )
 
     def ask(
@@ -94,7 +94,7 @@ def picked(answer: ProcessingResponse) -> str:
     return answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields["x-gateway-destination-endpoint"].string_value
 
 
-CHOSEN = Origin(http_route="default/all", server="default/other")
+CHOSEN = StreamOrigin(http_route="default/all", server="default/other")
 
 
 @pytest.mark.parametrize("path", [CHAT, "/team" + CHAT, "/metrics", "/"])
@@ -141,7 +141,7 @@ def test_limits_of_the_models_route_hold_and_unreadable_bodies_get_round_none() 
 
 
 def test_a_server_that_is_gone_is_answered_503() -> None:
-    gone = Origin(http_route="default/all", server="default/gone")
+    gone = StreamOrigin(http_route="default/all", server="default/gone")
 
     answer = Conversation(core_of(CONFIG + TO_OTHER), gone).ask(CHAT, chat("chat"))
 
@@ -157,7 +157,7 @@ def test_steering_fields_are_refused_here_too() -> None:
 
 
 def test_where_nothing_depends_on_it_nobody_asks_where_a_stream_comes_from() -> None:
-    def never() -> Origin:
+    def never() -> StreamOrigin:
         raise AssertionError("asked")
 
     assert picked(Conversation(core_of(CONFIG), never).ask(CHAT, chat("chat")))
@@ -167,11 +167,13 @@ def test_each_listener_serves_and_lists_the_models_that_are_attached_to_it() -> 
     core = core_of(CONFIG + TO_OTHER + INSIDE)
 
     def listed(listener: str) -> list[str]:
-        answer = Conversation(core, Origin(listener=listener)).ask("/v1/models", None, "GET")
+        answer = Conversation(core, StreamOrigin(listener=listener)).ask("/v1/models", None, "GET")
         return [one["id"] for one in json.loads(answer.immediate_response.body)["data"]]
 
     def status(listener: str, model: str) -> int:
-        code: int = Conversation(core, Origin(listener=listener)).ask(CHAT, chat(model)).immediate_response.status.code
+        code: int = (
+            Conversation(core, StreamOrigin(listener=listener)).ask(CHAT, chat(model)).immediate_response.status.code
+        )
         return code
 
     assert (listed("public"), listed("inside")) == (["chat", "sql"], ["chat", "sql", "inside"])
@@ -186,5 +188,5 @@ def test_the_order_of_a_copy_is_believed_on_the_listener_for_copies_alone() -> N
     text = CONFIG.replace(b"rules: [{targetModels:", rules) + server
     order = {"x-attache-mirror": '{"server":"default/other"}'}
     there = "10.0.0.9:8000"
-    assert picked(Conversation(core_of(text), Origin(mirror="1")).ask(CHAT, chat("chat"), headers=order)) == there
-    assert picked(Conversation(core_of(text), Origin()).ask(CHAT, chat("chat"), headers=order)) != there
+    assert picked(Conversation(core_of(text), StreamOrigin(mirror="1")).ask(CHAT, chat("chat"), headers=order)) == there
+    assert picked(Conversation(core_of(text), StreamOrigin()).ask(CHAT, chat("chat"), headers=order)) != there

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from extproc.streams.headers import Origin, read_origin
+from extproc.streams.headers import StreamOrigin, read_origin
 
 SAID = [("x-attache-server-key", "ns/llama"), ("x-attache-listener", "caf%C3%A9"), ("x-attache-http-route", "ns/r")]
 
@@ -13,7 +13,7 @@ SAID = [("x-attache-server-key", "ns/llama"), ("x-attache-listener", "caf%C3%A9"
 def test_our_bundle_is_believed() -> None:
     found = read_origin([("x-attache-bundle", "1"), *SAID, ("trace-bin", b"\x00")])
 
-    assert found == Origin(listener="café", http_route="ns/r", server="ns/llama")
+    assert found == StreamOrigin(listener="café", http_route="ns/r", server="ns/llama")
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def test_our_bundle_is_believed() -> None:
 def test_a_path_that_the_gateway_rewrites_is_the_engines(
     said: list[tuple[str, str]], path: str, engine_reads: str
 ) -> None:
-    assert read_origin([("x-attache-bundle", "1"), *said]).path_of_engine(path) == engine_reads
+    assert read_origin([("x-attache-bundle", "1"), *said]).engine_path(path) == engine_reads
 
 
 def test_other_gateways_are_not() -> None:
-    assert read_origin(SAID) == Origin()
+    assert read_origin(SAID) == StreamOrigin()
 
 
 def test_what_is_not_said_is_empty() -> None:
-    assert read_origin([("x-attache-bundle", "1")]) == Origin(listener="", http_route="", server="")
+    assert read_origin([("x-attache-bundle", "1")]) == StreamOrigin(listener="", http_route="", server="")

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.states import State
-from extproc.llmd.files import PickerFactory
+from extproc.listen_sockets import listen
+from extproc.llmd.picker_builder import PickerFactory
 from extproc.metrics.registry import Metrics
-from extproc.ports import listen
-from extproc.rpc.server import Call
+from extproc.rpc.server import RpcCall
 from extproc.scheduling.sessions import session_token
-from extproc.streams.duplex import Duplex
+from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
 from extproc.streams.server import GrpcServer
@@ -108,7 +108,9 @@ async def served(answer_to: Any = never, *, pool: bytes = POOL, **options: objec
 
     server = GrpcServer(
         context,
-        new_exchange=lambda of_stream, trusts, origin: Exchange(of_stream, Duplex, is_trusted=trusts, origin=origin),
+        new_exchange=lambda of_stream, trusts, origin: Exchange(
+            of_stream, DuplexExchange, is_trusted=trusts, origin=origin
+        ),
         answer_to=answer_to,
     )
     address = f"127.0.0.1:{free_port()}"
@@ -765,7 +767,7 @@ async def test_a_good_answer_passes_where_our_own_code_fails(
         def broken(*_: object) -> None:
             raise RuntimeError("a fault of ours")
 
-        monkeypatch.setattr("extproc.streams.usage.UsageReader.feed", broken)
+        monkeypatch.setattr("extproc.streams.usage_reader.UsageReader.feed", broken)
         for _ in range(3):
             stream = server.stream()
             await ask(stream, mode=FULL_DUPLEX)
@@ -808,7 +810,7 @@ async def test_a_call_is_freed_when_it_ends_and_does_not_wait_for_the_collector(
     """Else its memory stays, some 40 KB where a prompt has 40 KB, until hundreds of others have ended."""
 
     def calls() -> int:
-        return sum(type(one) is Call for one in gc.get_objects())
+        return sum(type(one) is RpcCall for one in gc.get_objects())
 
     async with served() as server:
         gc.collect()

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from extproc.metrics.registry import Metrics
-from extproc.streams.duplex import Duplex
+from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest
 from tests.extproc.conftest import in_some_state, shell
@@ -55,7 +55,9 @@ def bodies_kept_by(root: object) -> int:
 @pytest.mark.parametrize("duplex", [False, True])
 @pytest.mark.parametrize("body", BODIES)
 def test_a_request_that_an_engine_answers_keeps_no_copy_of_its_body(core: Core, body: bytes, *, duplex: bool) -> None:
-    exchange = Exchange(shell(core, Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)), Duplex, is_trusted=bool)
+    exchange = Exchange(
+        shell(core, Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)), DuplexExchange, is_trusted=bool
+    )
     converse(exchange, body, duplex=duplex)
 
     assert core.pools["default/llama"].table.in_flight.sum() == 1
@@ -71,7 +73,7 @@ def test_a_shell_that_fails_behind_the_decision_leaves_no_load(core: Core, *, du
             raise failures.pop()
 
     context = replace(shell(core, Metrics(core.pools.values, lambda: 0.0, lambda: 0.0)), perform=perform)
-    exchange = Exchange(context, Duplex, is_trusted=bool)
+    exchange = Exchange(context, DuplexExchange, is_trusted=bool)
     with pytest.raises(OSError, match="full"):
         converse(exchange, BODIES[0], duplex=duplex)
     exchange.on_stream_closed()

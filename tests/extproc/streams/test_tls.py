@@ -14,11 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from bench.cluster.certificates import Authority
+from extproc.listen_sockets import listen
 from extproc.metrics.registry import Metrics, TlsMetrics
-from extproc.ports import listen
 from extproc.rpc.server import RpcServer
 from extproc.streams.health import Health
-from extproc.streams.tls import CertificateInvalid, FollowedCertificate, TlsFiles, TlsLimits, self_signed
+from extproc.streams.tls import CertificateInvalid, ReloadingCertificate, TlsFiles, TlsLimits, self_signed
 from tests.extproc.runtime.test_app import free_port
 from tests.waiting import eventually
 
@@ -48,8 +48,8 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
-def followed(files: TlsFiles | None, registry: CollectorRegistry) -> FollowedCertificate:
-    return FollowedCertificate(files, TlsMetrics(registry), lambda: NOW)
+def followed(files: TlsFiles | None, registry: CollectorRegistry) -> ReloadingCertificate:
+    return ReloadingCertificate(files, TlsMetrics(registry), lambda: NOW)
 
 
 def loads(registry: CollectorRegistry, result: str) -> float:

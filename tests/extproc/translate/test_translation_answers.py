@@ -80,7 +80,7 @@ CALLED = {
 
 
 def test_a_forced_call_that_an_engine_ends_with_stop_is_a_use_of_a_tool() -> None:
-    found = answered("messages", between("messages", "chat").answer(200, json.dumps(CALLED).encode()))
+    found = answered("messages", between("messages", "chat").translate_answer(200, json.dumps(CALLED).encode()))
     assert found.id == "msg_1f"
     assert found.stop_reason == "tool_use"
     assert [block.type for block in found.content] == ["thinking", "tool_use"]
@@ -91,7 +91,7 @@ def test_a_forced_call_that_an_engine_ends_with_stop_is_a_use_of_a_tool() -> Non
 
 
 def test_a_response_has_items_with_ids_of_the_engines_id() -> None:
-    found = answered("responses", between("responses", "chat").answer(200, json.dumps(CALLED).encode()))
+    found = answered("responses", between("responses", "chat").translate_answer(200, json.dumps(CALLED).encode()))
     assert (found.id, found.created_at, found.status) == ("resp_1f", 5, "completed")
     assert [(one.type, one.id) for one in found.output] == [("reasoning", "rs_1f_0"), ("function_call", "fc_1f_1")]
     assert found.output[0].content[0].text == "hm"
@@ -125,13 +125,13 @@ def test_arguments_that_were_cut_are_shown_as_they_are() -> None:
 def test_what_is_no_answer_is_an_error_of_the_gateway(client: str, engine: str) -> None:
     for body in (b"", b"<html>", b"[1]", b'{"choices": 5, "content": 5, "output": 5}'):
         with pytest.raises(UntranslatableAnswer, match="cannot be translated"):
-            between(client, engine).answer(200, body)
+            between(client, engine).translate_answer(200, body)
 
 
 def test_content_that_no_other_api_has_is_an_error_of_the_gateway() -> None:
     item = {"type": "message", "role": "assistant", "content": [{"type": "hologram"}]}
     with pytest.raises(UntranslatableAnswer, match="hologram"):
-        between("chat", "responses").answer(200, json.dumps({"output": [item]}).encode())
+        between("chat", "responses").translate_answer(200, json.dumps({"output": [item]}).encode())
 
 
 # Errors
@@ -149,7 +149,7 @@ BODIES: dict[str, Json] = {
 @pytest.mark.parametrize("form", BODIES)
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
 def test_an_error_of_any_form_is_one_of_the_client(client: str, engine: str, form: str) -> None:
-    body = between(client, engine).answer(400, json.dumps(BODIES[form]).encode())
+    body = between(client, engine).translate_answer(400, json.dumps(BODIES[form]).encode())
     raised = anthropic.BadRequestError if client == "messages" else openai.BadRequestError
     with pytest.raises(raised, match="too long") as caught:
         answered(client, body, 400)
@@ -173,18 +173,18 @@ def test_an_error_of_any_form_is_one_of_the_client(client: str, engine: str, for
     ],
 )
 def test_an_error_without_an_object_is_one_by_its_status(status: int, kind: str, body: bytes, message: str) -> None:
-    found = json.loads(between("messages", "chat").answer(status, body))
+    found = json.loads(between("messages", "chat").translate_answer(status, body))
     assert found["error"]["type"] == kind
     assert message in found["error"]["message"]
 
 
 def test_long_errors_are_cut() -> None:
     for body in (b"x" * 100_000, json.dumps({"error": {"message": "x" * 100_000}}).encode()):
-        assert len(between("chat", "messages").answer(500, body)) < 5000
+        assert len(between("chat", "messages").translate_answer(500, body)) < 5000
 
 
 @pytest.mark.parametrize("engine", ["chat", "responses"])
 def test_an_error_with_status_200_is_one(engine: str) -> None:
     body = json.dumps({"status": "failed", "error": {"message": "broken", "type": "server_error"}}).encode()
     with pytest.raises(UntranslatableAnswer, match="broken"):
-        between("messages", engine).answer(200, body)
+        between("messages", engine).translate_answer(200, body)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import BadRequest, UntranslatableAnswer
-from extproc.translate.translation import Translation, translation
+from extproc.translate.translation import Translation, find_translation
 from tests.extproc.translate import corpora
 from tests.extproc.translate.test_translation_streams import between, events_of, read
 
@@ -63,10 +63,10 @@ def _spoiled(data: st.DataObject, value: Any) -> Any:  # noqa: ANN401 - JSON
 def test_a_spoiled_request_is_translated_or_refused(client: str, engine: str, data: st.DataObject) -> None:
     request = data.draw(corpora.chat_requests())
     if client != "chat":
-        request = json.loads(between("chat", client).request(json.dumps(request).encode(), strict=False).body)
+        request = json.loads(between("chat", client).translate_request(json.dumps(request).encode(), strict=False).body)
     body = json.dumps(_spoiled(data, request)).encode()
     with contextlib.suppress(BadRequest):
-        assert isinstance(json.loads(between(client, engine).request(body, strict=False).body), dict)
+        assert isinstance(json.loads(between(client, engine).translate_request(body, strict=False).body), dict)
 
 
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
@@ -74,10 +74,10 @@ def test_a_spoiled_request_is_translated_or_refused(client: str, engine: str, da
 def test_a_spoiled_answer_is_translated_or_an_error(client: str, engine: str, data: st.DataObject) -> None:
     answer = data.draw(corpora.completions())
     if engine != "chat":
-        answer = json.loads(between(engine, "chat").answer(200, json.dumps(answer).encode()))
+        answer = json.loads(between(engine, "chat").translate_answer(200, json.dumps(answer).encode()))
     body = json.dumps(_spoiled(data, answer)).encode()
     with contextlib.suppress(UntranslatableAnswer):
-        assert isinstance(json.loads(between(client, engine).answer(200, body)), dict)
+        assert isinstance(json.loads(between(client, engine).translate_answer(200, body)), dict)
 
 
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
@@ -88,11 +88,11 @@ def test_a_spoiled_stream_ends_once_and_with_an_error_unless_it_is_whole(
     completion = data.draw(corpora.completions())
     events = data.draw(corpora.chunks(completion))
     if engine != "chat":
-        events = events_of(read(between(engine, "chat").stream(), corpora.sse(events, done=True)))
+        events = events_of(read(between(engine, "chat").open_stream(), corpora.sse(events, done=True)))
     spoiled = _spoiled(data, events)
     if data.draw(st.booleans()):
         spoiled = data.draw(st.permutations(spoiled))
-    stream = between(client, engine).stream()
+    stream = between(client, engine).open_stream()
     found = read(stream, *(b"data: " + json.dumps(one).encode() + b"\n\n" for one in spoiled))
     assert stream.is_over
     assert (_has_failed(client, found) is not None) == (stream.error is not None)
@@ -132,12 +132,12 @@ def _has_failed(client: str, events: bytes) -> Json | None:
 )
 def test_a_body_that_is_no_request_is_refused(client: str, engine: str, body: bytes, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        between(client, engine).request(body, strict=False)
+        between(client, engine).translate_request(body, strict=False)
 
 
 def test_the_last_of_two_equal_fields_counts_and_only_it_reaches_the_engine() -> None:
     body = b'{"model": "a", "messages": [], "max_tokens": 1, "model": "b"}'
-    found = between("messages", "chat").request(body, strict=False).body
+    found = between("messages", "chat").translate_request(body, strict=False).body
     assert found.count(b'"model"') == 1
     assert json.loads(found)["model"] == "b"
 
@@ -147,21 +147,24 @@ def test_a_deep_schema_is_translated(engine: str) -> None:
     deep = b'{"a":' * 200 + b"1" + b"}" * 200
     tool = b'{"name": "f", "input_schema": ' + deep + b"}"
     body = b'{"model": "m", "messages": [], "max_tokens": 1, "tools": [' + tool + b"]}"
-    assert deep in between("messages", engine).request(body, strict=False).body
+    assert deep in between("messages", engine).translate_request(body, strict=False).body
 
 
 def test_names_of_dropped_fields_are_few_short_and_safe_in_a_header() -> None:
     request = {**HELLO, **{f"field-{at}": 1 for at in range(1000)}, "a\r\nx-evil: 1": 1, "b" * 10_000: 1, "é": 1}
-    dropped = between("messages", "chat").request(json.dumps(request).encode(), strict=False).dropped
+    dropped = between("messages", "chat").translate_request(json.dumps(request).encode(), strict=False).dropped
     assert len(dropped) == 32
     assert max(map(len, dropped)) <= 64
     few = {**HELLO, "a\r\nx-evil: 1": 1, "b" * 10_000: 1, "é": 1}
-    assert between("messages", "chat").request(json.dumps(few).encode(), strict=False).dropped == ("input", "unknown")
+    assert between("messages", "chat").translate_request(json.dumps(few).encode(), strict=False).dropped == (
+        "input",
+        "unknown",
+    )
 
 
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
 def test_a_line_without_end_is_an_error_and_is_not_kept(client: str, engine: str) -> None:
-    stream = between(client, engine).stream()
+    stream = between(client, engine).open_stream()
     piece = b"x" * (1024 * 1024)
     out = stream.feed(b"data: ")
     for _ in range(17):
@@ -173,14 +176,14 @@ def test_a_line_without_end_is_an_error_and_is_not_kept(client: str, engine: str
 
 
 def test_an_event_of_endless_lines_is_an_error() -> None:
-    stream = between("messages", "chat").stream()
+    stream = between("messages", "chat").open_stream()
     for _ in range(17):
         stream.feed(b"data: " + b"x" * (1024 * 1024) + b"\n")
     assert "more than 16 MiB" in (stream.error or "")
 
 
 def test_an_answer_of_endless_text_is_an_error_where_it_must_be_kept() -> None:
-    stream = between("responses", "chat").stream()
+    stream = between("responses", "chat").open_stream()
     chunk = {"id": "1", "choices": [{"index": 0, "delta": {"content": "x" * (1024 * 1024)}}]}
     for _ in range(17):
         stream.feed(corpora.sse([chunk], done=False))
@@ -190,7 +193,7 @@ def test_an_answer_of_endless_text_is_an_error_where_it_must_be_kept() -> None:
 @pytest.mark.parametrize("client", ["messages", "responses"])
 def test_an_answer_of_endless_tool_calls_is_an_error(client: str) -> None:
     calls = [{"index": at, "id": f"call_{at}", "function": {"name": "f"}} for at in range(1025)]
-    stream = between(client, "chat").stream()
+    stream = between(client, "chat").open_stream()
     stream.feed(corpora.sse([{"id": "1", "choices": [{"index": 0, "delta": {"tool_calls": calls}}]}], done=False))
     assert "more than 1024" in (stream.error or "")
 
@@ -209,7 +212,7 @@ LONG: Final = "x" * (1024 * 1024)
     ids=["id", "name", "data", "signature"],
 )
 def test_whatever_is_long_in_an_answer_is_kept_up_to_a_bound(delta: Json) -> None:
-    stream = between("responses", "chat").stream()
+    stream = between("responses", "chat").open_stream()
     for at in range(17):
         for name in ("tool_calls", "reasoning_details"):
             for one in delta.get(name, ()):
@@ -220,7 +223,7 @@ def test_whatever_is_long_in_an_answer_is_kept_up_to_a_bound(delta: Json) -> Non
 
 @pytest.mark.parametrize("client", ["chat", "responses"])
 def test_arguments_of_calls_that_do_not_end_are_kept_up_to_a_bound(client: str) -> None:
-    stream = between(client, "messages").stream()
+    stream = between(client, "messages").open_stream()
     stream.feed(corpora.sse([{"type": "message_start", "message": {"id": "1"}}], done=False))
     for at in range(17):
         block = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": LONG}}
@@ -237,7 +240,7 @@ def test_arguments_of_calls_that_do_not_end_are_kept_up_to_a_bound(client: str) 
 def test_what_is_no_answer_becomes_none(client: str, engine: str, status: int, body: object) -> None:
     good = {"choices": [], "content": [], "output": []}
     with pytest.raises(UntranslatableAnswer):
-        between(client, engine).answer(status, json.dumps(good if body == "good" else body).encode())
+        between(client, engine).translate_answer(status, json.dumps(good if body == "good" else body).encode())
 
 
 ENDLESS: dict[str, Callable[[int], list[Json]]] = {
@@ -252,7 +255,7 @@ ENDLESS: dict[str, Callable[[int], list[Json]]] = {
 
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
 def test_an_answer_of_endless_blocks_is_an_error(client: str, engine: str) -> None:
-    stream = between(client, engine).stream()
+    stream = between(client, engine).open_stream()
     starts = {
         "messages": {"type": "message_start", "message": {"id": "1"}},
         "responses": {"type": "response.created", "response": {"id": "1"}},
@@ -268,12 +271,12 @@ def test_a_body_of_16_mib_is_translated_whole(client: str, engine: str) -> None:
     part = {"type": "input_text" if client == "responses" else "text", "text": "x" * 1000}
     message = {"role": "user", "content": [part] * 16_384}
     body = json.dumps({"model": "m", "max_tokens": 1, "messages": [message], "input": [message]}).encode()
-    found = between(client, engine).request(body, strict=False)
+    found = between(client, engine).translate_request(body, strict=False)
     assert found.body.count(b"x" * 1000) == 16_384
 
 
 def pair(client: str, engine: str) -> Translation | None:
-    return translation(client, engine)
+    return find_translation(client, engine)
 
 
 def test_only_other_apis_are_translated() -> None:
@@ -287,4 +290,4 @@ def test_a_whole_answer_that_also_has_a_piece_of_a_stream_is_translated(client: 
     call = corpora.call("a", "f", {})
     choice = {"index": 0, "message": {"role": "assistant", "tool_calls": [call]}, "delta": {"content": "a"}}
     body = json.dumps({"id": "1", "choices": [{**choice, "finish_reason": "stop"}]}).encode()
-    assert isinstance(json.loads(between(client, "chat").answer(200, body)), dict)
+    assert isinstance(json.loads(between(client, "chat").translate_answer(200, body)), dict)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from extproc.errors import BadRequest, UnknownPath
-from extproc.translate.translation import Translated, Translation, translation
+from extproc.translate.translation import Translated, Translation, find_translation
 from tests.extproc.translate import corpora
 from tests.extproc.translate.sdk_clients import validate_request
 
@@ -22,13 +22,13 @@ FUNCTION = {"type": "function", "function": {"name": "rain", "parameters": {"typ
 
 
 def between(client: str, engine: str) -> Translation:
-    found = translation(client, engine)
+    found = find_translation(client, engine)
     assert found is not None
     return found
 
 
 def translated(client: str, engine: str, request: Json, *, strict: bool = False) -> Translated:
-    return between(client, engine).request(json.dumps(request).encode(), strict=strict)
+    return between(client, engine).translate_request(json.dumps(request).encode(), strict=strict)
 
 
 def request(client: str, engine: str, given_one: Json, *, strict: bool = False) -> Json:
@@ -65,7 +65,7 @@ def normalised(given_one: Json, dropped: tuple[str, ...]) -> Json:
 def test_a_request_for_chat_is_valid_there_and_the_same_after_a_round_trip(engine: str, given_one: Json) -> None:
     there = translated("chat", engine, given_one)
     validate_request(engine, json.loads(there.body))
-    back = between(engine, "chat").request(there.body, strict=False)
+    back = between(engine, "chat").translate_request(there.body, strict=False)
     found = json.loads(back.body)
     validate_request("chat", found)
     expected = normalised(given_one, there.dropped)
@@ -91,9 +91,9 @@ def test_what_is_dropped_is_refused_if_strict(given_one: Json) -> None:
 @given(corpora.chat_requests())
 def test_messages_and_responses_are_translated_through_chat(given_one: Json) -> None:
     first = translated("chat", "messages", given_one)
-    composed = between("messages", "responses").request(first.body, strict=False)
+    composed = between("messages", "responses").translate_request(first.body, strict=False)
     validate_request("responses", json.loads(composed.body))
-    again = between("responses", "messages").request(composed.body, strict=False)
+    again = between("responses", "messages").translate_request(composed.body, strict=False)
     validate_request("messages", json.loads(again.body))
 
 
@@ -177,7 +177,7 @@ THOUGHT = [
 
 def test_signatures_of_a_provider_come_back_to_it_in_the_next_request() -> None:
     answer = {"id": "msg_1", "model": "m", "content": THOUGHT, "stop_reason": "tool_use", "usage": {}}
-    completion = json.loads(between("chat", "messages").answer(200, json.dumps(answer).encode()))
+    completion = json.loads(between("chat", "messages").translate_answer(200, json.dumps(answer).encode()))
     messages = [*HELLO, completion["choices"][0]["message"], {"role": "tool", "tool_call_id": "a", "content": "dry"}]
     there = translated("chat", "messages", {"model": "m", "messages": messages}, strict=True)
     assert json.loads(there.body)["messages"][1] == {"role": "assistant", "content": THOUGHT}
@@ -185,7 +185,7 @@ def test_signatures_of_a_provider_come_back_to_it_in_the_next_request() -> None:
 
 def test_signatures_come_back_through_responses() -> None:
     answer = {"id": "msg_1", "model": "m", "content": THOUGHT, "stop_reason": "tool_use", "usage": {}}
-    response = json.loads(between("responses", "messages").answer(200, json.dumps(answer).encode()))
+    response = json.loads(between("responses", "messages").translate_answer(200, json.dumps(answer).encode()))
     items = [*HELLO, *response["output"], {"type": "function_call_output", "call_id": "a", "output": "dry"}]
     there = translated("responses", "messages", {"model": "m", "input": items, "store": False}, strict=True)
     assert json.loads(there.body)["messages"][1] == {"role": "assistant", "content": THOUGHT}
@@ -537,10 +537,10 @@ def test_what_says_no_more_than_its_absence_is_neither_refused_nor_dropped() -> 
 
 
 def test_the_path_keeps_its_prefix() -> None:
-    assert between("messages", "chat").path("/team/v1/messages?beta=true") == "/team/v1/chat/completions"
-    assert between("responses", "messages").path("/v1/responses") == "/v1/messages"
+    assert between("messages", "chat").engine_path("/team/v1/messages?beta=true") == "/team/v1/chat/completions"
+    assert between("responses", "messages").engine_path("/v1/responses") == "/v1/messages"
     with pytest.raises(UnknownPath):
-        between("messages", "chat").path("/v1/messages/count_tokens")
+        between("messages", "chat").engine_path("/v1/messages/count_tokens")
 
 
 def test_headers_of_messages_come_and_go() -> None:

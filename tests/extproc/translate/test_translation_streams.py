@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.translate.translation import StreamTranslator, Translation, translation
+from extproc.translate.translation import StreamTranslator, Translation, find_translation
 from tests.extproc.translate import corpora
 from tests.extproc.translate.sdk_clients import accumulated, validated_answer
 
@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def between(client: str, engine: str) -> Translation:
-    found = translation(client, engine)
+    found = find_translation(client, engine)
     assert found is not None
     return found
 
@@ -30,7 +30,7 @@ def read(stream: StreamTranslator, *pieces: bytes) -> bytes:
 
 
 def whole(client: str, engine: str, answer: Json) -> Json:
-    return json.loads(between(client, engine).answer(200, json.dumps(answer).encode()))  # type: ignore[no-any-return]
+    return json.loads(between(client, engine).translate_answer(200, json.dumps(answer).encode()))  # type: ignore[no-any-return]
 
 
 def events_of(body: bytes) -> list[Json]:
@@ -66,7 +66,7 @@ def comparable(api: str, answer: Json) -> Json:
 def same_as_whole(client: str, engine: str, answer: Json, events: bytes) -> None:
     expected = whole(client, engine, answer)
     validated_answer(client, expected)
-    streamed = accumulated(client, read(between(client, engine).stream(), events))
+    streamed = accumulated(client, read(between(client, engine).open_stream(), events))
     assert comparable(client, streamed) == comparable(client, expected)
 
 
@@ -93,7 +93,7 @@ def test_events_of_messages_become_the_same_answer(client: str, data: st.DataObj
 @given(st.data())
 def test_events_of_responses_become_the_same_answer(client: str, data: st.DataObject) -> None:
     completion = data.draw(corpora.completions(signed=True))
-    stream = between("responses", "chat").stream()
+    stream = between("responses", "chat").open_stream()
     events = read(stream, corpora.sse(data.draw(corpora.chunks(completion)), done=True))
     same_as_whole(client, "responses", events_of(events)[-1]["response"], events)
 
@@ -103,8 +103,8 @@ def test_a_message_comes_back_through_a_stream_of_responses(data: st.DataObject)
     """Redacted thinking and signatures with it; a stop sequence has no place."""
     message = data.draw(corpora.answered_messages())
     events = corpora.sse(data.draw(corpora.message_events(message)), done=False)
-    there = read(between("responses", "messages").stream(), events)
-    back = accumulated("messages", read(between("messages", "responses").stream(), there))
+    there = read(between("responses", "messages").open_stream(), events)
+    back = accumulated("messages", read(between("messages", "responses").open_stream(), there))
     assert back["content"] == message["content"]
     assert back["usage"] == message["usage"]
 
@@ -130,7 +130,7 @@ def example(engine: str) -> bytes:
     usage = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
     chunks.append({**first, "choices": [], "usage": usage})
     body = corpora.sse(chunks, done=True)
-    return body if engine == "chat" else read(between(engine, "chat").stream(), body)
+    return body if engine == "chat" else read(between(engine, "chat").open_stream(), body)
 
 
 PAIRS = [
@@ -142,34 +142,34 @@ PAIRS = [pair for pair in PAIRS if pair[0] != pair[1]]
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
 def test_a_stream_is_the_same_wherever_it_is_cut(client: str, engine: str) -> None:
     body = example(engine)
-    whole_one = read(between(client, engine).stream(), body)
+    whole_one = read(between(client, engine).open_stream(), body)
     for at in range(len(body)):
-        assert read(between(client, engine).stream(), body[:at], body[at:]) == whole_one
-    assert read(between(client, engine).stream(), *(body[at : at + 1] for at in range(len(body)))) == whole_one
+        assert read(between(client, engine).open_stream(), body[:at], body[at:]) == whole_one
+    assert read(between(client, engine).open_stream(), *(body[at : at + 1] for at in range(len(body)))) == whole_one
 
 
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
 def test_line_breaks_comments_and_fields_that_nobody_needs_change_nothing(client: str, engine: str) -> None:
     body = example(engine)
     other = b": hello\n\n" + body.replace(b"data: ", b"id: 7\nretry: 9\ndata:").replace(b"\n", b"\r\n")
-    assert read(between(client, engine).stream(), other) == read(between(client, engine).stream(), body)
+    assert read(between(client, engine).open_stream(), other) == read(between(client, engine).open_stream(), body)
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_each_end_of_a_line_and_a_byte_order_mark_wherever_they_are_cut(line_end: bytes, mark: bytes) -> None:
-    expected = read(between("messages", "chat").stream(), example("chat"))
+    expected = read(between("messages", "chat").open_stream(), example("chat"))
     body = mark + example("chat").replace(b"\n", line_end)
     for at in range(len(body)):
-        assert read(between("messages", "chat").stream(), body[:at], b"", body[at:]) == expected
-    assert read(between("messages", "chat").stream(), *(body[at : at + 1] for at in range(len(body)))) == expected
+        assert read(between("messages", "chat").open_stream(), body[:at], b"", body[at:]) == expected
+    assert read(between("messages", "chat").open_stream(), *(body[at : at + 1] for at in range(len(body)))) == expected
     # at the end of a line that ends in CR the event is there, without a wait for what follows
-    stream = between("messages", "chat").stream()
+    stream = between("messages", "chat").open_stream()
     assert stream.feed(mark + b'data: {"error": {"message": "no"}}' + 2 * line_end)
 
 
 def test_only_the_first_mark_is_one() -> None:
-    stream = between("messages", "chat").stream()
+    stream = between("messages", "chat").open_stream()
     assert not stream.feed(b"\xef\xbb\xbf\n\xef\xbb\xbfdata: nonsense\n\n")
 
 
@@ -177,7 +177,7 @@ def test_only_the_first_mark_is_one() -> None:
 
 
 def test_the_events_of_messages_for_a_call_and_its_reasoning() -> None:
-    events = events_of(read(between("messages", "chat").stream(), example("chat")))
+    events = events_of(read(between("messages", "chat").open_stream(), example("chat")))
     assert [(one["type"], one.get("index")) for one in events] == [
         ("message_start", None),
         ("content_block_start", 0),
@@ -204,7 +204,7 @@ def test_the_events_of_messages_for_a_call_and_its_reasoning() -> None:
 
 
 def test_the_events_of_responses_are_numbered_and_their_items_placed() -> None:
-    events = events_of(read(between("responses", "chat").stream(), example("chat")))
+    events = events_of(read(between("responses", "chat").open_stream(), example("chat")))
     assert [one["sequence_number"] for one in events] == list(range(len(events)))
     added = [one for one in events if one["type"] == "response.output_item.added"]
     assert [(one["output_index"], one["item"]["id"]) for one in added] == [
@@ -225,8 +225,8 @@ def test_the_events_of_responses_are_numbered_and_their_items_placed() -> None:
 
 def test_the_chunk_of_usage_is_for_those_who_requested_it() -> None:
     body = example("messages")
-    with_usage = events_of(read(between("chat", "messages").stream(include_usage=True), body))
-    without = events_of(read(between("chat", "messages").stream(include_usage=False), body))
+    with_usage = events_of(read(between("chat", "messages").open_stream(include_usage=True), body))
+    without = events_of(read(between("chat", "messages").open_stream(include_usage=False), body))
     assert with_usage[-1]["usage"]["prompt_tokens"] == 7
     assert without == with_usage[:-1]
 
@@ -234,9 +234,9 @@ def test_the_chunk_of_usage_is_for_those_who_requested_it() -> None:
 def test_the_stop_sequence_is_told_both_ways() -> None:
     choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop", "stop_reason": "END"}
     body = corpora.sse([{"id": "1", "model": "m", "choices": [choice]}], done=True)
-    there = read(between("messages", "chat").stream(), body)
+    there = read(between("messages", "chat").open_stream(), body)
     assert events_of(there)[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
-    back = events_of(read(between("chat", "messages").stream(), there))
+    back = events_of(read(between("chat", "messages").open_stream(), there))
     assert [one["choices"][0]["finish_reason"] for one in back if one["choices"]][-1] == "stop"
     assert [one["choices"][0].get("stop_reason") for one in back if one["choices"]][-1] == "END"
 
@@ -265,13 +265,13 @@ def test_a_call_without_arguments_has_an_empty_object_of_them() -> None:
         {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 1}},
         {"type": "message_stop"},
     ]
-    found = accumulated("chat", read(between("chat", "messages").stream(), corpora.sse(events, done=False)))
+    found = accumulated("chat", read(between("chat", "messages").open_stream(), corpora.sse(events, done=False)))
     assert found["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
 def test_a_provider_that_sends_message_start_twice_starts_one_answer() -> None:
     start = {"type": "message_start", "message": {"id": "msg_1", "model": "m", "usage": {}}}
-    found = between("chat", "messages").stream().feed(corpora.sse([start, start], done=False))
+    found = between("chat", "messages").open_stream().feed(corpora.sse([start, start], done=False))
     assert len(events_of(found)) == 1
 
 
@@ -285,7 +285,9 @@ def test_an_engine_that_sends_items_whole_is_read() -> None:
         {"type": "response.output_item.done", "output_index": 1, "item": call},
         {"type": "response.completed", "response": response},
     ]
-    found = accumulated("messages", read(between("messages", "responses").stream(), corpora.sse(events, done=False)))
+    found = accumulated(
+        "messages", read(between("messages", "responses").open_stream(), corpora.sse(events, done=False))
+    )
     assert [one.get("text") or one["input"] for one in found["content"]] == ["hello", {"x": 1}]
 
 
@@ -305,7 +307,9 @@ def test_reasoning_that_an_engine_of_responses_sums_up_is_read() -> None:
         {"type": "response.output_item.done", "output_index": 0, "item": done},
         {"type": "response.completed", "response": {**response, "output": [done]}},
     ]
-    found = accumulated("messages", read(between("messages", "responses").stream(), corpora.sse(events, done=False)))
+    found = accumulated(
+        "messages", read(between("messages", "responses").open_stream(), corpora.sse(events, done=False))
+    )
     assert found["content"] == [{"type": "thinking", "thinking": "one\n\ntwo", "signature": "c2ln"}]
     assert whole("messages", "responses", events[-1]["response"])["content"] == found["content"]
 
@@ -325,7 +329,7 @@ ERRORS: dict[str, Json] = {
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
 def test_an_error_in_a_stream_is_one_for_the_client(client: str, engine: str, is_first: bool) -> None:
     body = b"" if is_first else example(engine)[: len(example(engine)) // 3].rpartition(b"\n\n")[0] + b"\n\n"
-    stream = between(client, engine).stream()
+    stream = between(client, engine).open_stream()
     out = read(stream, body, corpora.sse([ERRORS[engine]], done=True))
     assert stream.error == "come back"
     assert_fails(client, out, "come back")
@@ -335,7 +339,7 @@ def test_an_error_in_a_stream_is_one_for_the_client(client: str, engine: str, is
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
 def test_a_stream_that_breaks_off_has_no_clean_end(client: str, engine: str, part: float) -> None:
     body = example(engine)
-    out = read(between(client, engine).stream(), body[: int(len(body) * part)])
+    out = read(between(client, engine).open_stream(), body[: int(len(body) * part)])
     assert_fails(client, out, "ended before its answer did")
 
 
@@ -371,32 +375,32 @@ OUT_OF_ORDER: list[tuple[str, list[Json]]] = [
 
 @pytest.mark.parametrize(("engine", "events"), OUT_OF_ORDER, ids=range(4))
 def test_events_out_of_their_order_are_an_error(engine: str, events: list[Json]) -> None:
-    out = read(between("chat", engine).stream(), corpora.sse(events, done=False))
+    out = read(between("chat", engine).open_stream(), corpora.sse(events, done=False))
     assert_fails("chat", out, "cannot be translated: .* came ")
 
 
 def test_done_without_a_reason_to_end_is_no_clean_end() -> None:
     chunk = {"id": "1", "model": "m", "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
     assert_fails(
-        "messages", read(between("messages", "chat").stream(), corpora.sse([chunk], done=True)), "ended before"
+        "messages", read(between("messages", "chat").open_stream(), corpora.sse([chunk], done=True)), "ended before"
     )
 
 
 def test_a_reason_to_end_is_enough_where_done_is_missing() -> None:
     body = example("chat").removesuffix(b"data: [DONE]\n\n")
-    assert read(between("messages", "chat").stream(), body) == read(
-        between("messages", "chat").stream(), example("chat")
+    assert read(between("messages", "chat").open_stream(), body) == read(
+        between("messages", "chat").open_stream(), example("chat")
     )
 
 
 @pytest.mark.parametrize("engine", ["messages", "responses"])
 def test_the_answer_ends_with_its_last_event_however_long_the_connection_lasts(engine: str) -> None:
-    stream = between("chat", engine).stream()
+    stream = between("chat", engine).open_stream()
     assert stream.feed(example(engine)).endswith(b"data: [DONE]\n\n")
     assert stream.is_over
 
 
 def test_a_chunk_that_has_nothing_does_not_begin_an_answer() -> None:
     first = corpora.sse([{"id": "", "choices": [], "prompt_filter_results": []}], done=False)
-    found = read(between("messages", "chat").stream(), first, example("chat"))
-    assert found == read(between("messages", "chat").stream(), example("chat"))
+    found = read(between("messages", "chat").open_stream(), first, example("chat"))
+    assert found == read(between("messages", "chat").open_stream(), example("chat"))

@@ -27,7 +27,7 @@ from controller.autoscaler.decision.strategies.engine_loads import (
     scale_in_step,
     unmeasured_recommendation,
 )
-from extproc.api.spec import Rule, Spec
+from extproc.api.spec import CelRule, Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport, Situation
@@ -41,7 +41,7 @@ class SaturationParameters(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "self.scaleDownThreshold < self.scaleUpThreshold",
             "scaleDownThreshold must be below scaleUpThreshold; what lies between is the zone without changes",
         ),

@@ -33,7 +33,7 @@ from controller.autoscaler.decision.strategies.engine_loads import (
     scale_in_step,
 )
 from extproc.api.quantities import Duration
-from extproc.api.spec import Rule, Spec
+from extproc.api.spec import CelRule, Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
@@ -50,7 +50,7 @@ class SloParameters(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "self.scaleDownThreshold < self.scaleUpThreshold",
             "scaleDownThreshold must be below scaleUpThreshold; what lies between is the zone without changes",
         ),

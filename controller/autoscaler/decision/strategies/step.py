@@ -32,7 +32,7 @@ from controller.autoscaler.decision.strategies.engine_loads import (
     round_up_units,
     scale_in_step,
 )
-from extproc.api.spec import Rule, Spec
+from extproc.api.spec import CelRule, Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
@@ -64,7 +64,7 @@ class StepParameters(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "self.scaleUp.all(up, self.scaleDown.all(down, down.ratio <= up.ratio))",
             "the ratios of scaleDown must not be above those of scaleUp; what lies between is the zone without changes",
         ),

@@ -40,7 +40,7 @@ from controller.autoscaler.decision.strategies.engine_loads import (
     round_up_units,
     scale_in_step,
 )
-from extproc.api.spec import Rule, Spec
+from extproc.api.spec import CelRule, Spec
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation, TargetSituation
@@ -57,7 +57,7 @@ class TokensParameters(Spec, frozen=True):
     """
 
     CEL: ClassVar = (
-        Rule(
+        CelRule(
             "self.scaleDownUtilization < self.scaleUpUtilization",
             "scaleDownUtilization must be below scaleUpUtilization; what lies between is the zone without changes",
         ),

@@ -14,7 +14,7 @@ from controller.gateway.compile.source_objects import to_bytes
 from controller.kube.conditions import WantedCondition, condition_false
 from controller.kube.resources import identity_of
 from extproc.api.addresses import is_guarded, join_host_port
-from extproc.api.advice import is_ip
+from extproc.api.error_hints import is_ip
 from extproc.api.http_route import ATTACHE_GROUP
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 

@@ -30,7 +30,7 @@ from controller.gateway.compile.gateway_api.object_cache import GatewayObjects, 
 from controller.gateway.compile.gateway_api.resource_types import CONTROLLER_NAME, GRPC_ROUTE, GatewayClass
 from controller.gateway.compile.gateway_api.route_conflicts import Rivals, find_rivals
 from controller.gateway.compile.referenced_secrets import ReferencedKey
-from extproc.api.matches import ANY_HOST
+from extproc.api.match_patterns import ANY_HOST
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:

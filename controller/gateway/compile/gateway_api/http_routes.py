@@ -22,8 +22,8 @@ from controller.kube.conditions import (
     condition_true,
 )
 from extproc.api.decode import decode
-from extproc.api.documents import Document
 from extproc.api.http_route import ATTACHE_GROUP
+from extproc.api.yaml_documents import Document
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

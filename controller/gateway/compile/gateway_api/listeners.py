@@ -30,8 +30,8 @@ from controller.gateway.compile.source_objects import to_bytes
 from controller.kube.conditions import WantedCondition, WantedEntry, condition_false, condition_true
 from extproc.api.addresses import join_host_port
 from extproc.api.decode import decode
-from extproc.api.documents import Document
 from extproc.api.spec import API_VERSION, namespace_of, object_key
+from extproc.api.yaml_documents import Document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from extproc.api.matches import ANY_HOST, covering_domains, covers_domain
+from extproc.api.match_patterns import ANY_HOST, covering_domains, covers_domain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

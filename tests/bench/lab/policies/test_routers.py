@@ -28,7 +28,7 @@ from bench.lab.policies.routers import (
 from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, PrefixMemoryPolicy, PrefixMemoryRule
 from bench.virtual.observers import REQUEST_KEY
 from extproc.api.errors import ConfigInvalid
-from extproc.endpoints.ledger import begin_request
+from extproc.endpoints.in_flight import begin_request
 from extproc.endpoints.table import EndpointTable
 from extproc.scheduling.picker import Demand, RequestFacts, View
 
@@ -44,7 +44,7 @@ class Engines:
 
     def __init__(self, engines: int = 3) -> None:
         self.table = EndpointTable()
-        self.table.replace([f"e{number}" for number in range(engines)])
+        self.table.replace_endpoints([f"e{number}" for number in range(engines)])
         self.tracker = InFlightTracker()
         self.rng = random.Random(0)
         self.keys = 0

@@ -22,8 +22,8 @@ from controller.agents.runtime.adapter_names import (
 )
 from controller.agents.runtime.engine_client import is_model_output, parse_prompts, warm_up_prompts
 from controller.agents.runtime.metrics import read_page
-from extproc.engines.answers import adapters_in, base_model, repository_models
 from extproc.engines.dialects import DIALECTS
+from extproc.engines.engine_responses import parse_adapters, parse_base_model, parse_repository_index
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,7 +107,7 @@ def test_an_adapter_with_a_mistake_harms_no_other(wrong: bytes) -> None:
 )
 def test_answers_that_nobody_can_read_are_answers_all_the_same(body: bytes) -> None:
     assert not is_model_output(body, "data")
-    for read in (base_model, adapters_in, repository_models):
+    for read in (parse_base_model, parse_adapters, parse_repository_index):
         with pytest.raises(ValueError, match=r"the list of models|the index of a repository"):
             read(body)
 
@@ -121,12 +121,14 @@ def test_what_is_an_answer_of_a_model() -> None:
 
 def test_lists_of_models() -> None:
     listed = b'{"data": [{"id": "sql", "parent": "llama", "root": "/sql"}, {"id": "llama", "parent": null}]}'
-    assert base_model(listed) == "llama"
-    assert adapters_in(listed) == {"sql": "/sql"}
-    assert repository_models(b'[{"name": "a", "state": "READY"}, {"name": "b", "state": "UNAVAILABLE"}]') == {"a": ""}
+    assert parse_base_model(listed) == "llama"
+    assert parse_adapters(listed) == {"sql": "/sql"}
+    assert parse_repository_index(b'[{"name": "a", "state": "READY"}, {"name": "b", "state": "UNAVAILABLE"}]') == {
+        "a": ""
+    }
     for wrong in (b"<html>", b'{"data": []}', b'{"data": [{}]}'):
         with pytest.raises(ValueError, match=r"."):
-            base_model(wrong)
+            parse_base_model(wrong)
 
 
 def test_warm_up_prompts_have_their_lengths_and_share_no_beginning() -> None:

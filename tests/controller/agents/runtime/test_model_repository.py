@@ -20,8 +20,8 @@ from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient, EngineFailed, ModelRequest
 from controller.agents.runtime.server import AgentServer, serve_agent
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings
-from extproc.engines.answers import LoadProblem
 from extproc.engines.dialects import DIALECTS
+from extproc.engines.engine_responses import AdapterLoadProblem
 from tests.controller.agents.runtime.doubles import FakeDownloads, free_port
 from tests.waiting import eventually
 
@@ -224,7 +224,7 @@ async def test_an_engines_redirect_is_not_followed(status: int) -> None:
     await web.TCPSite(runner, "127.0.0.1", port).start()
     async with EngineClient(f"http://127.0.0.1:{port}", DIALECTS["vLLM"]) as client:
         assert (await client.get("/metrics", timeout_s=5)).status == status
-        assert (await client.load_adapter("sql", "/sql", timeout_s=5)).problem is LoadProblem.BROKEN
+        assert (await client.load_adapter("sql", "/sql", timeout_s=5)).problem is AdapterLoadProblem.BROKEN
     await runner.cleanup()
     assert not trapped
 

@@ -10,7 +10,7 @@ import pytest
 
 from controller.api.crds.schema import crd_schema
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.spec import Spec, exactly_one, keyed_by
+from extproc.api.spec import Spec, exactly_one, list_map_keys
 
 
 class Inner(Spec, frozen=True):
@@ -29,7 +29,7 @@ class Outer(Spec, frozen=True):
     wait_time: Duration = Duration("1s")
     one: Inner = Inner()
     changed: Inner = Inner(size=ByteSize("2Mi"))
-    some: Annotated[tuple[Inner, ...], msgspec.Meta(max_length=3, extra_json_schema=keyed_by("name"))] = ()
+    some: Annotated[tuple[Inner, ...], msgspec.Meta(max_length=3, extra_json_schema=list_map_keys("name"))] = ()
     words: dict[str, str] = msgspec.field(default_factory=dict)
     anything: dict[str, Any] | None = None
     number_or_null: float | None = 0.5

@@ -30,7 +30,7 @@ from controller.autoscaler.decision.situation import (
 )
 from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.spec import Metadata
-from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,8 +129,8 @@ class Fluid:
         self._busy += (busy - self._busy) / _RUNS_S
         for _ in range(served):
             wait_s = self.now_s - self._oldest.popleft()
-            self._ttft[bucket_of(wait_s + 0.1 / (1 - self._busy), TTFT_BOUNDS_S)] += 1
-            self._tpot[bucket_of(SPEED.step_s / (1 - self._busy), TPOT_BOUNDS_S)] += 1
+            self._ttft[bucket_index(wait_s + 0.1 / (1 - self._busy), TTFT_BOUNDS_S)] += 1
+            self._tpot[bucket_index(SPEED.step_s / (1 - self._busy), TPOT_BOUNDS_S)] += 1
         self._finished += served
         self._points.append(TrafficPoint(self.now_s, self._totals()))
 

@@ -23,7 +23,7 @@ from controller.autoscaler.decision.situation import (
 )
 from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.spec import Metadata
-from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,7 +115,7 @@ def _histogram(number: float, value_s: float | None, bounds: tuple[float, ...]) 
     if value_s is None:
         return ()
     counts = [0] * (len(bounds) + 1)
-    counts[bucket_of(value_s, bounds)] = int(number)
+    counts[bucket_index(value_s, bounds)] = int(number)
     return tuple(counts)
 
 

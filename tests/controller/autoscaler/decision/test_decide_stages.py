@@ -28,7 +28,7 @@ from controller.autoscaler.decision.situation import (
 from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata
-from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_of
+from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_index
 from tests.controller.autoscaler.decision.situations import spec_of
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class Fleet:
         self.sums["prompt"] += RATE * prompt
         self.sums["output"] += RATE * output
         ttft_s = waits_s["prefill"] + need["prefill"] / (1 - busy["prefill"] / 2)
-        self.histograms[0][bucket_of(ttft_s, TTFT_BOUNDS_S)] += RATE
-        self.histograms[1][bucket_of(SPEED.step_s / (1 - busy["decode"]), TPOT_BOUNDS_S)] += RATE
+        self.histograms[0][bucket_index(ttft_s, TTFT_BOUNDS_S)] += RATE
+        self.histograms[1][bucket_index(SPEED.step_s / (1 - busy["decode"]), TPOT_BOUNDS_S)] += RATE
         self.in_flight = {
             "prefill": round(self.work["prefill"] / need["prefill"]),
             "decode": round(self.work["decode"] / need["decode"] + RATE * output * SPEED.step_s / (1 - busy["decode"])),

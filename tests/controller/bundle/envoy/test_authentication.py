@@ -16,7 +16,7 @@ from controller.bundle.envoy.authentication import (
 )
 from controller.bundle.envoy.bundle import build_bundle
 from extproc.api.authentication import Authentication, CertificateName
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 
 def bundle(**remote: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint, LbEndpoint
 from controller.bundle.envoy import clusters
 from controller.bundle.envoy.bundle import BundleWriter, build_bundle
 from controller.bundle.envoy.envoy_json import BuildMemo, envoy_address, to_plain
-from extproc.api.load import Loader
+from extproc.api.config_loader import SnapshotLoader
 
 DOCUMENTS = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer
@@ -47,7 +47,7 @@ def test_what_is_asked_for_again_is_made_once_and_what_is_not_is_forgotten() -> 
 
 
 def test_bundles_by_a_writer_that_knows_earlier_ones_are_the_same() -> None:
-    loader, writer = Loader(), BundleWriter("/x")
+    loader, writer = SnapshotLoader(), BundleWriter("/x")
     for old, new in [
         ("", ""),
         ("10.0.0.1", "10.0.0.9"),
@@ -66,7 +66,7 @@ def test_endpoints_are_what_envoys_schema_would_write() -> None:
 
 
 def test_a_change_of_endpoints_alone_writes_anew_the_files_of_their_server_and_nothing_else() -> None:
-    loader, writer = Loader(), BundleWriter("/x")
+    loader, writer = SnapshotLoader(), BundleWriter("/x")
     before = writer.build(loader.load({"all.yaml": DOCUMENTS.encode()}))
     fresh = loader.load({"all.yaml": DOCUMENTS.replace("10.0.0.1", "10.0.0.9").encode()})
     after = writer.build(fresh)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from controller.bundle.envoy.bundle import build_bundle
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 OBJECTS = """
 apiVersion: attache.dev/v1alpha1

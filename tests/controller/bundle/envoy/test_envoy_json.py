@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from controller.bundle.envoy import envoy_json
 from controller.bundle.envoy.bundle import build_bundle
 from controller.bundle.envoy.envoy_json import PROTO_NAMES, PackedMessage, to_plain, typed_extension
-from extproc.api.load import load_directory, load_snapshot
+from extproc.api.config_loader import load_directory, load_snapshot
 
 if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot

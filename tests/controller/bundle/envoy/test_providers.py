@@ -11,7 +11,7 @@ import pytest
 from controller.bundle.envoy.bundle import build_bundle
 from controller.bundle.envoy.clusters import endpoints_file
 from controller.bundle.envoy.secrets import Authorities, SystemAuthorities, secret_sources
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 from controller.bundle.envoy.bundle import build_bundle
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 OBJECTS = """
 apiVersion: attache.dev/v1alpha1

@@ -12,8 +12,8 @@ from controller.bundle.envoy.envoy_json import BuildMemo
 from controller.bundle.envoy.http_routes import escape_header_value, redirect_action
 from controller.bundle.envoy.listeners import listener_groups
 from controller.bundle.envoy.route_configurations import route_configuration
+from extproc.api.config_loader import load_snapshot
 from extproc.api.http_route import HTTPRouteMatch, PathMatch, PathModifier, RequestRedirect
-from extproc.api.load import load_snapshot
 from tests.with_envoy.http_stand import backend, document, ref, route, rule
 
 TLS = {"certificates": [{"certFile": "/c.pem", "keyFile": "/k.pem"}]}

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from controller.bundle.envoy.bundle import build_bundle
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 
 
 def bundle(spec: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from controller.bundle.envoy.virtual_hosts import Host, RouteEntry, match_conditions, path_prefix, virtual_hosts
 from extproc.api.gateway_config import Listener
 from extproc.api.http_route import HTTPRoute, HTTPRouteMatch, HTTPRouteRule, HTTPRouteSpec, PathMatch, ValueMatch
-from extproc.api.matches import covers_domain
+from extproc.api.match_patterns import covers_domain
 from extproc.api.spec import Metadata, ParentReference
 from tests.examples import examples
 

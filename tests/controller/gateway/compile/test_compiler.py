@@ -14,11 +14,11 @@ from controller.gateway.compile.compiler import Compiler, CompileResult, file_na
 from controller.gateway.compile.pods import parse_pod, trimmed_engine_pod
 from controller.gateway.directory_writer import DirectoryWriter
 from controller.kube.resources import key_of
-from extproc.api.load import load_directory, load_snapshot
+from extproc.api.config_loader import load_directory, load_snapshot
 from extproc.api.snapshot import failure_mode_of
 from extproc.api.spec import object_key
-from extproc.llmd.files import InstalledPlugins, PickerFactory, picker_notes
-from extproc.scheduling.pickers_for import pickers_for
+from extproc.llmd.picker_builder import InstalledPlugins, PickerFactory, picker_notes
+from extproc.scheduling.picker_cache import pickers_for
 from tests.examples import examples
 from tests.kube_objects import Object, picker_config, pod, resource, route, secret, server
 

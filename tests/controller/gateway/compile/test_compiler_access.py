@@ -14,7 +14,7 @@ from controller.gateway.compile.referenced_secrets import ReferencedKey
 from controller.kube.resources import key_of
 from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import Subject
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from tests.gateway_objects import gateway, gateway_class
 from tests.kube_objects import Object, pod, resource, route, secret, server
 

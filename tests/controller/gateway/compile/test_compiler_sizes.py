@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from controller.gateway.compile.compiler import Compiler, directory_size_problem
-from extproc.api.load import MAX_DIRECTORY_BYTES, MAX_JSON_BYTES
+from extproc.api.config_loader import MAX_DIRECTORY_BYTES, MAX_JSON_BYTES
 from tests.kube_objects import pod, server
 
 

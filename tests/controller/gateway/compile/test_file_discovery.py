@@ -18,10 +18,10 @@ from controller.gateway.compile.file_discovery import (
     read_endpoints,
 )
 from controller.gateway.picker_runner import read_bounded_text
+from extproc.api.config_loader import load_snapshot
 from extproc.api.decode import read_picker_file
 from extproc.api.errors import ConfigInvalid
-from extproc.api.load import load_snapshot
-from extproc.llmd.files import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPlugins
 
 CONFIG = """\
 apiVersion: llm-d.ai/v1alpha1

@@ -17,7 +17,7 @@ from controller.gateway.compile.gateway_config import (
     resolve_gateway_config,
 )
 from extproc.api.authentication import Authentication
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.api.quantities import decode_quantity
 
 KEY_SET = json.dumps({"keys": [{"kty": "oct", "k": "c2VjcmV0"}]})

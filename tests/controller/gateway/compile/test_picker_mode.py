@@ -14,8 +14,8 @@ from controller.gateway.compile.picker_mode import (
     PickerCompiler,
     PickerOutcome,
 )
-from extproc.api.load import load_snapshot
-from extproc.llmd.files import InstalledPlugins
+from extproc.api.config_loader import load_snapshot
+from extproc.llmd.picker_builder import InstalledPlugins
 from tests.controller.gateway.compile.test_inference_pools import pool
 from tests.kube_objects import Object, picker_config, pod
 

@@ -10,8 +10,8 @@ import pytest
 
 from controller.gateway.compile.compiler import CompileResult, file_name
 from controller.gateway.compile.referenced_secrets import ReferencedKey, referenced_file
-from extproc.api.connection import EngineConnection
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
+from extproc.api.engine_connection import EngineConnection
 from tests.controller.gateway.compile.gateway_api.outcomes import compiled, snapshot, status
 from tests.gateway_objects import (
     Object,

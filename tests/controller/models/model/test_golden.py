@@ -13,10 +13,10 @@ import yaml
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.api.model_infer import ModelInfer
-from extproc.api.documents import Loader
 from extproc.api.model_route import ModelRoute
 from extproc.api.model_server import ModelServer
 from extproc.api.quantities import decode_quantity
+from extproc.api.yaml_documents import YamlLoader
 from tools.golden_models import FOLDER, golden
 
 KINDS = {
@@ -31,7 +31,7 @@ texts = cache(golden)
 def objects(name: str) -> list[dict[str, Any]]:
     """To be read only."""
     text = texts()[FOLDER / f"{name}.children.yaml"]
-    return [one for one in yaml.load_all(text, Loader) if one]
+    return [one for one in yaml.load_all(text, YamlLoader) if one]
 
 
 def test_every_golden_model_has_its_file() -> None:

@@ -14,9 +14,9 @@ from controller.models.model.model_state import ModelState
 from controller.models.model.reconcile import reconcile
 from controller.models.model_infer import names
 from controller.models.runtimes.prefill_connectors import OWN_LEGS
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from extproc.api.model_server import Connector as OwnConnector
-from extproc.llmd.files import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPlugins
 from tests.kube_objects import resource
 from tests.model_infer_cluster import Cluster
 

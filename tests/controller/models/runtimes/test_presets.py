@@ -18,7 +18,7 @@ from controller.models.runtimes.presets import built_in_objects, built_in_preset
 from controller.models.runtimes.settings import EngineSettings, build_command_line, engine_settings, unknown_settings
 from extproc.api.model_server import PdGroup
 from extproc.engines.dialects import DIALECTS
-from extproc.protocol import LIVE_PATH
+from extproc.wire_protocol import LIVE_PATH
 
 ROOT = Path(__file__).parents[4]
 MANIFESTS = ROOT / "manifests" / "runtimes"

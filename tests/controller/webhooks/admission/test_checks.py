@@ -16,7 +16,7 @@ from controller.webhooks.admission.checks import (
     read_review,
     review_object,
 )
-from extproc.llmd.files import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPlugins
 from tests.kube_objects import Object, picker_config, resource, route, server
 
 if TYPE_CHECKING:

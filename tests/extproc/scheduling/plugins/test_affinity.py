@@ -10,7 +10,7 @@ import pytest
 
 from extproc.api.picker_flow_control import SESSION_HEADERS, AgentIdentity
 from extproc.api.session_affinity import SessionSource
-from extproc.scheduling.plugins.affinity import SessionAffinity, SessionIdProducer, ThunderAgent
+from extproc.scheduling.plugins.affinity import SessionAffinityScorer, SessionIdProducer, ThunderAgent
 
 OTHERS = {
     "agents": AgentIdentity(additional_session_headers=("X-Mine",)),
@@ -19,7 +19,7 @@ OTHERS = {
 AGENTS = ("x-mine", *SESSION_HEADERS)
 
 
-def headers(plugin: SessionAffinity) -> tuple[str, ...]:
+def headers(plugin: SessionAffinityScorer) -> tuple[str, ...]:
     return tuple(one.header for one in plugin.session_id_config.sources)
 
 
@@ -35,7 +35,7 @@ def headers(plugin: SessionAffinity) -> tuple[str, ...]:
     ],
 )
 def test_sources_are_headers_in_the_end(given: dict[str, Any], expected: tuple[str, ...], ttl_s: float) -> None:
-    plugin = msgspec.convert(given, SessionAffinity).with_plugins(OTHERS)
+    plugin = msgspec.convert(given, SessionAffinityScorer).with_plugins(OTHERS)
     assert headers(plugin) == expected
     assert plugin.ttl_s == ttl_s
     assert plugin.has_ids
@@ -43,12 +43,12 @@ def test_sources_are_headers_in_the_end(given: dict[str, Any], expected: tuple[s
 
 def test_producers_that_the_file_does_not_declare_have_their_defaults() -> None:
     given = {"strategy": "session_id", "sessionIdConfig": {"sources": [{"attribute": "agent-identity"}]}}
-    assert headers(msgspec.convert(given, SessionAffinity).with_plugins({})) == SESSION_HEADERS
+    assert headers(msgspec.convert(given, SessionAffinityScorer).with_plugins({})) == SESSION_HEADERS
     assert SessionIdProducer().headers == ("x-session-id",)
 
 
 def test_a_token_needs_no_producer() -> None:
-    plugin = SessionAffinity()
+    plugin = SessionAffinityScorer()
     assert plugin.with_plugins(OTHERS) is plugin
     assert not plugin.has_ids
 

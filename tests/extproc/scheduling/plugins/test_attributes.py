@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.dialects import DIALECTS
 from extproc.engines.metrics import EngineReport, MetricsReader
-from extproc.llmd.files import picker_from_text
-from extproc.llmd.types import BUILT_IN
+from extproc.llmd.picker_builder import picker_from_text
+from extproc.llmd.plugin_types import BUILT_IN
 from extproc.scheduling.plugins.attributes import EndpointAttributeFilter, EndpointAttributeScorer
 from tests.extproc.scheduling.plugins.views import view_of
 
@@ -112,8 +112,8 @@ def test_scores_are_shares_and_follow_the_values(values: list[float], kind: str)
 
 def test_a_row_that_is_given_to_another_endpoint_has_no_value() -> None:
     found = view(1, 2)
-    found.table.replace(["e1:1"])
-    found.table.replace(["e1:1", *(f"new{number}:1" for number in range(20))])
+    found.table.replace_endpoints(["e1:1"])
+    found.table.replace_endpoints(["e1:1", *(f"new{number}:1" for number in range(20))])
     column = found.table.attributes.column("depth", len(found.table.addresses))
     assert [value for value in column.tolist() if not math.isnan(value)] == [2.0]
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from extproc.endpoints.table import EndpointConfig
-from extproc.llmd.files import picker_from_text
-from extproc.llmd.types import BUILT_IN
+from extproc.llmd.picker_builder import picker_from_text
+from extproc.llmd.plugin_types import BUILT_IN
 from extproc.scheduling.plugins.label_plugins import (
-    NearnessToPeer,
-    NearPeer,
+    NearPeerFilter,
+    PeerNearnessScorer,
     TopologyAffinityFilter,
     TopologyAffinityScorer,
     TopologyExtractor,
@@ -41,7 +41,7 @@ PLACES = [
 
 def view(peer_row: int | None = 0, header: str = "", *, is_trusted: bool = True) -> View:
     found = view_of(len(PLACES), headers={"x-peer-topology": header} if header else {})
-    found.table.replace({f"e{row}:1": EndpointConfig(labels) for row, labels in enumerate(PLACES)})
+    found.table.replace_endpoints({f"e{row}:1": EndpointConfig(labels) for row, labels in enumerate(PLACES)})
     request = msgspec.structs.replace(found.request, is_trusted=is_trusted)
     return msgspec.structs.replace(found, peer_row=peer_row, request=request)
 
@@ -68,12 +68,12 @@ def test_a_request_is_never_without_an_endpoint_for_want_of_nearness() -> None:
     alone = view(5)
     others = alone.table.is_active.copy()
     others[5] = False
-    assert (NearPeer(TopologyExtractor().labels).keep(alone, others) == others).all(), "no candidate is near"
+    assert (NearPeerFilter(TopologyExtractor().labels).keep(alone, others) == others).all(), "no candidate is near"
 
 
 def test_the_score_falls_with_the_level_that_is_shared() -> None:
     plugin = TopologyAffinityScorer().with_plugins({})
-    assert isinstance(plugin, NearnessToPeer)
+    assert isinstance(plugin, PeerNearnessScorer)
     assert plugin.score(view(), view().table.is_active).tolist() == [1, 1, 0.2, 0.05, 0.02, 0, 0, 0]
     assert not plugin.score(view(None), view().table.is_active).any()
     assert not plugin.score(view(7), view().table.is_active).any()
@@ -117,7 +117,7 @@ def test_the_second_of_a_pair_is_on_the_node_of_the_first(kind: str, order: str)
     picker = picker_from_text("pairs.yaml", text, BUILT_IN).picker
     found = view_of(6)
     roles = ["prefill", "decode"] * 3
-    found.table.replace(
+    found.table.replace_endpoints(
         {f"e{row}:1": EndpointConfig({"llm-d.ai/role": role, "node": str(row // 2)}) for row, role in enumerate(roles)}
     )
     for seed in range(20):

@@ -9,8 +9,13 @@ import msgspec
 import pytest
 
 from extproc.endpoints.table import EndpointConfig
-from extproc.scheduling.plugins.clusters import ClusterTopology
-from extproc.scheduling.plugins.label_plugins import AttributeWeight, LabelProducer, LabelWeights, TopologyExtractor
+from extproc.scheduling.plugins.label_plugins import (
+    AttributeWeightParameters,
+    LabelProducer,
+    LabelWeightScorer,
+    TopologyExtractor,
+)
+from extproc.scheduling.plugins.multicluster import MulticlusterTopologyScorer
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:
@@ -25,7 +30,7 @@ WEIGHTS = {"attributeKey": "kind", "producer": "labels", "weights": {"H100": 4, 
 def scores(scorer: object) -> list[float]:
     view = view_of(4)
     labels = [{"gpu": gpu, "zone": gpu[:1]} if gpu else {} for gpu in GPUS]
-    view.table.replace({f"e{number}:1": EndpointConfig(one) for number, one in enumerate(labels)})
+    view.table.replace_endpoints({f"e{number}:1": EndpointConfig(one) for number, one in enumerate(labels)})
     found: list[float] = scorer.score(view, view.table.is_active)[:4].tolist()  # type: ignore[attr-defined]
     return found
 
@@ -33,17 +38,17 @@ def scores(scorer: object) -> list[float]:
 @pytest.mark.parametrize("producer", [NOW, BEFORE])
 @pytest.mark.parametrize("name", ["labels", "other"])
 def test_values_score_by_their_share_of_the_highest_weight(producer: dict[str, object], name: str) -> None:
-    scorer = msgspec.convert(WEIGHTS, AttributeWeight)
+    scorer = msgspec.convert(WEIGHTS, AttributeWeightParameters)
     # without a weight, or without the label: the lowest
     assert scores(scorer.with_plugins({name: msgspec.convert(producer, LabelProducer)})) == [1.0, 0.5, 0.25, 0.25]
 
 
 def test_an_attribute_that_no_producer_has_prefers_nobody() -> None:
-    assert len(set(scores(msgspec.convert(WEIGHTS, AttributeWeight).with_plugins({})))) == 1
+    assert len(set(scores(msgspec.convert(WEIGHTS, AttributeWeightParameters).with_plugins({})))) == 1
 
 
 def test_clusters_score_by_the_weight_of_their_place() -> None:
-    scorer = ClusterTopology(field="zone", weights={"H": 0.7, "A": 0.2})
+    scorer = MulticlusterTopologyScorer(field="zone", weights={"H": 0.7, "A": 0.2})
     assert scores(scorer.with_plugins({"e": TopologyExtractor(zone="zone")})) == [0.7, 0.2, 0.0, 0.0]
 
 
@@ -60,7 +65,7 @@ def test_a_pick_takes_time_by_endpoints_and_not_by_weights() -> None:
 
         items = values = keys = __iter__  # type: ignore[assignment]  # none of them is to be called
 
-    assert scores(LabelWeights("gpu", Weights(H100=1.0, **{f"v{n}": 0.5 for n in range(1000)}), 0.25))[:2] == [
+    assert scores(LabelWeightScorer("gpu", Weights(H100=1.0, **{f"v{n}": 0.5 for n in range(1000)}), 0.25))[:2] == [
         1.0,
         0.25,
     ]

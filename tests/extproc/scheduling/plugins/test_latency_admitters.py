@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.errors import Shed
-from extproc.scheduling.plugins.latency import LatencySloAdmitter, ProbabilisticAdmitter, SloHeadroomTier
+from extproc.scheduling.plugins.latency import LatencySloAdmitter, ProbabilisticAdmitter, SloHeadroomTierFilter
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:
@@ -130,12 +130,12 @@ def test_objectives_of_clients_that_nobody_vouches_for_do_not_count() -> None:
     assert not is_refused(LatencySloAdmitter(), msgspec.structs.replace(view, request=request))
 
 
-def kept(plugin: SloHeadroomTier, view: View) -> list[int]:
+def kept(plugin: SloHeadroomTierFilter, view: View) -> list[int]:
     return [int(row) for row in plugin.keep(view, view.table.is_active & (view.table.in_flight >= 0)).nonzero()[0]]
 
 
 def test_endpoints_that_meet_the_objectives_are_kept() -> None:
-    always, never = SloHeadroomTier(epsilon_explore_neg=0), SloHeadroomTier(epsilon_explore_neg=1)
+    always, never = SloHeadroomTierFilter(epsilon_explore_neg=0), SloHeadroomTierFilter(epsilon_explore_neg=1)
     # 1,000 tokens of the prompt itself take 0.1 s and a little for attention
     view = busy(3, headers={"x-llm-d-slo-ttft-ms": "300"}, backlog_tokens=[0, 1000.0, 5000.0])
     assert kept(always, view) == [0, 1]
@@ -147,7 +147,7 @@ def test_endpoints_that_meet_the_objectives_are_kept() -> None:
 
 
 def test_exploring_happens_as_often_as_configured() -> None:
-    plugin = SloHeadroomTier(epsilon_explore_neg=0.2)
+    plugin = SloHeadroomTierFilter(epsilon_explore_neg=0.2)
     view = view_of(2, headers={"x-llm-d-slo-ttft-ms": "300"}, backlog_tokens=[0, 50_000.0], in_flight=[1, 1])
     # within 2 s a backlog of 5 s stays too long
     later = (msgspec.structs.replace(view, now_s=0.001 * number) for number in range(2000))

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.endpoints.costs import PromptCost
+from extproc.endpoints.learned_speeds import PromptCost
 from extproc.engines.metrics import LoraState
-from extproc.scheduling.plugins.affinity import LoraAffinity, SessionAffinity
-from extproc.scheduling.plugins.latency import CostScorer, LatencyScorer, LeastLatency, RandomScore
+from extproc.scheduling.plugins.affinity import LoraAffinityScorer, SessionAffinityScorer
+from extproc.scheduling.plugins.latency import CostScorer, LatencyScorer, LeastLatencyScorer, RandomScorer
 from extproc.scheduling.plugins.load_scorers import (
-    ActiveRequests,
-    KvCacheUtilization,
+    ActiveRequestsScorer,
+    KvCacheUtilizationScorer,
     LeastRequestScorer,
-    LMetric,
-    LoadAware,
-    NoHitLru,
+    LMetricScorer,
+    LoadAwareScorer,
+    NoHitLruScorer,
     PrefixCacheScorer,
-    Queue,
-    RunningRequests,
-    TokenLoad,
+    QueueScorer,
+    RunningRequestsScorer,
+    TokenLoadScorer,
 )
 from extproc.scheduling.sessions import session_token
 from tests.extproc.scheduling.plugins.views import view_of
@@ -45,25 +45,25 @@ def scores(plugin: Scorer, view: View) -> list[float]:
     ("plugin", "columns", "expected"),
     [
         # (max - x) / (max - min): (8 - x) / 6
-        (Queue(), {"waiting": [2, 5, 8]}, [1.0, 0.5, 0.0]),
-        (Queue(), {"waiting": [4, 4, 4]}, [1.0, 1.0, 1.0]),
-        (RunningRequests(), {"running": [10, 0, 5]}, [0.0, 1.0, 0.5]),
+        (QueueScorer(), {"waiting": [2, 5, 8]}, [1.0, 0.5, 0.0]),
+        (QueueScorer(), {"waiting": [4, 4, 4]}, [1.0, 1.0, 1.0]),
+        (RunningRequestsScorer(), {"running": [10, 0, 5]}, [0.0, 1.0, 0.5]),
         # (max - c) / max: (8 - c) / 8
-        (ActiveRequests(), {"in_flight": [8, 4, 0]}, [0.0, 0.5, 1.0]),
-        (ActiveRequests(idle_threshold=4, max_busy_score=0.5), {"in_flight": [8, 6, 4]}, [0.0, 0.125, 1.0]),
-        (ActiveRequests(), {"in_flight": [0, 0, 0]}, [1.0, 1.0, 1.0]),
+        (ActiveRequestsScorer(), {"in_flight": [8, 4, 0]}, [0.0, 0.5, 1.0]),
+        (ActiveRequestsScorer(idle_threshold=4, max_busy_score=0.5), {"in_flight": [8, 6, 4]}, [0.0, 0.125, 1.0]),
+        (ActiveRequestsScorer(), {"in_flight": [0, 0, 0]}, [1.0, 1.0, 1.0]),
         # half of what is left of 128
-        (LoadAware(), {"waiting": [0, 64, 500]}, [0.5, 0.25, 0.0]),
-        (LoadAware(threshold=10), {"waiting": [0, 5, 10]}, [0.5, 0.25, 0.0]),
+        (LoadAwareScorer(), {"waiting": [0, 64, 500]}, [0.5, 0.25, 0.0]),
+        (LoadAwareScorer(threshold=10), {"waiting": [0, 5, 10]}, [0.5, 0.25, 0.0]),
         # base = F + 100 max(F - R, 0): 1, 3, 2 + 100
         (LeastRequestScorer(), {"in_flight": [1, 3, 2], "running": [1, 3, 1]}, [101 / 102, 99 / 102, 0.0]),
         (LeastRequestScorer(), {"in_flight": [0, 0, 0], "running": [5, 0, 0]}, [1.0, 1.0, 1.0]),
-        (KvCacheUtilization(), {"kv_usage": [0.0, 0.25, 1.0]}, [1.0, 0.75, 0.0]),
+        (KvCacheUtilizationScorer(), {"kv_usage": [0.0, 0.25, 1.0]}, [1.0, 0.75, 0.0]),
         (CostScorer(), {"price": [4.0, 1.0, 2.0]}, [0.0, 1.0, 2 / 3]),
         # half TTFT, half TPOT; each (max - x) / (max - min), 0.5 without data
-        (LeastLatency(), {"ttft_s": [0.1, 0.2, 0.3], "tpot_s": [0.03, 0.02, 0.01]}, [0.5, 0.5, 0.5]),
-        (LeastLatency(), {"ttft_s": [0.1, 0.2, 0.0], "tpot_s": [0.01, 0.02, 0.0]}, [1.0, 0.0, 0.5]),
-        (LeastLatency(1.0), {"ttft_s": [0.1, 0.2, 0.3], "tpot_s": [0.03, 0.02, 0.01]}, [1.0, 0.5, 0.0]),
+        (LeastLatencyScorer(), {"ttft_s": [0.1, 0.2, 0.3], "tpot_s": [0.03, 0.02, 0.01]}, [0.5, 0.5, 0.5]),
+        (LeastLatencyScorer(), {"ttft_s": [0.1, 0.2, 0.0], "tpot_s": [0.01, 0.02, 0.0]}, [1.0, 0.0, 0.5]),
+        (LeastLatencyScorer(1.0), {"ttft_s": [0.1, 0.2, 0.3], "tpot_s": [0.03, 0.02, 0.01]}, [1.0, 0.5, 0.0]),
     ],
 )
 def test_scores_are_those_of_the_formula(
@@ -75,8 +75,8 @@ def test_scores_are_those_of_the_formula(
 def test_token_load_counts_what_waits_and_what_this_prompt_adds() -> None:
     # the prompt's work: 1000 * (1 + 500/20000) = 1025; with 600 cached: 400 * (1 + 800/20000) = 416
     view = view_of(3, cached=[0, 600, 0], backlog_tokens=[0, 0, 3000])
-    assert PromptCost().work(1000.0, 0.0) == 1025
-    assert scores(TokenLoad(queue_threshold_tokens=4100), view) == pytest.approx(
+    assert PromptCost().prefill_work(1000.0, 0.0) == 1025
+    assert scores(TokenLoadScorer(queue_threshold_tokens=4100), view) == pytest.approx(
         [1 - 1025 / 4100, 1 - 416 / 4100, 1 - 4025 / 4100]
     )
 
@@ -84,7 +84,7 @@ def test_token_load_counts_what_waits_and_what_this_prompt_adds() -> None:
 def test_lmetric_is_the_least_product_of_uncached_tokens_and_requests() -> None:
     # 1000 * 1, 500 * 3, 200 * 2
     view = view_of(3, cached=[0, 500, 800], in_flight=[0, 2, 1])
-    assert scores(LMetric(), view) == pytest.approx([500 / 1100, 0.0, 1.0])
+    assert scores(LMetricScorer(), view) == pytest.approx([500 / 1100, 0.0, 1.0])
 
 
 def test_prefix_cache_is_the_share_and_if_asked_the_length() -> None:
@@ -95,9 +95,9 @@ def test_prefix_cache_is_the_share_and_if_asked_the_length() -> None:
 
 
 def test_uncached_prompts_go_where_the_last_one_is_longest_ago() -> None:
-    assert scores(NoHitLru(), view_of(3, cold_prompt_at_s=[20, 0, 10])) == pytest.approx([0.0, 1.0, 0.5])
-    assert scores(NoHitLru(), view_of(3, cached=[0, 5, 0], cold_prompt_at_s=[20, 0, 10])) == [0.5] * 3
-    assert scores(NoHitLru(), view_of(1)) == [1.0]
+    assert scores(NoHitLruScorer(), view_of(3, cold_prompt_at_s=[20, 0, 10])) == pytest.approx([0.0, 1.0, 0.5])
+    assert scores(NoHitLruScorer(), view_of(3, cached=[0, 5, 0], cold_prompt_at_s=[20, 0, 10])) == [0.5] * 3
+    assert scores(NoHitLruScorer(), view_of(1)) == [1.0]
 
 
 def test_an_adapter_is_best_where_it_is_loaded_then_where_there_is_room() -> None:
@@ -109,8 +109,8 @@ def test_an_adapter_is_best_where_it_is_loaded_then_where_there_is_room() -> Non
         LoraState(frozenset({"a", "b"}), max_active=2),
         LoraState(frozenset({"a"}), frozenset({"a"}), max_active=2),
     ]
-    assert scores(LoraAffinity(), view) == [1.0, 0.8, 0.6, 0.0, 0.8]
-    assert scores(LoraAffinity(), view_of(2)) == [1.0, 1.0]
+    assert scores(LoraAffinityScorer(), view) == [1.0, 0.8, 0.6, 0.0, 0.8]
+    assert scores(LoraAffinityScorer(), view_of(2)) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,27 @@ def test_an_adapter_is_best_where_it_is_loaded_then_where_there_is_room() -> Non
     ],
 )
 def test_a_session_goes_back_to_its_endpoint(token: str, expected: list[float]) -> None:
-    assert scores(SessionAffinity(), view_of(3, headers={"x-session-token": token})) == expected
+    assert scores(SessionAffinityScorer(), view_of(3, headers={"x-session-token": token})) == expected
 
 
-LOAD: list[Scorer] = [Queue(), RunningRequests(), ActiveRequests(), LoadAware(), TokenLoad(), LeastRequestScorer()]
+LOAD: list[Scorer] = [
+    QueueScorer(),
+    RunningRequestsScorer(),
+    ActiveRequestsScorer(),
+    LoadAwareScorer(),
+    TokenLoadScorer(),
+    LeastRequestScorer(),
+]
 ALL: list[Scorer] = [
     *LOAD,
-    *(KvCacheUtilization(), PrefixCacheScorer(), PrefixCacheScorer(match_length_weight=0.5), NoHitLru(), CostScorer()),
-    *(LeastLatency(), LatencyScorer(), LatencyScorer(headroom_selection_strategy="most")),
+    *(
+        KvCacheUtilizationScorer(),
+        PrefixCacheScorer(),
+        PrefixCacheScorer(match_length_weight=0.5),
+        NoHitLruScorer(),
+        CostScorer(),
+    ),
+    *(LeastLatencyScorer(), LatencyScorer(), LatencyScorer(headroom_selection_strategy="most")),
 ]
 ENDPOINT = st.fixed_dictionaries(
     {
@@ -176,7 +189,7 @@ def test_an_untrusted_objective_is_ignored() -> None:
 
 
 def test_noise_is_uniform_and_different_for_each_request() -> None:
-    drawn = np.array([scores(RandomScore(), view_of(4, now_s=0.001 * number)) for number in range(2000)])
+    drawn = np.array([scores(RandomScorer(), view_of(4, now_s=0.001 * number)) for number in range(2000)])
     assert drawn.min() >= 0
     assert drawn.max() < 1
     assert drawn.mean(axis=0) == pytest.approx([0.5] * 4, abs=0.03)

@@ -13,12 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.scheduling.plugins.selectors import MaxScore, PowerOfTwoSelector, Random, Softmax, WeightedRandom
+from extproc.scheduling.plugins.selectors import (
+    MaxScoreSelector,
+    PowerOfTwoSelector,
+    RandomSelector,
+    SoftmaxSelector,
+    WeightedRandomSelector,
+)
 
 if TYPE_CHECKING:
     from extproc.scheduling.framework import Selector
 
-ALL: list[Selector] = [MaxScore(), Random(), WeightedRandom(), PowerOfTwoSelector(), Softmax()]
+ALL: list[Selector] = [
+    MaxScoreSelector(),
+    RandomSelector(),
+    WeightedRandomSelector(),
+    PowerOfTwoSelector(),
+    SoftmaxSelector(),
+]
 DRAWS = 6000
 
 
@@ -30,26 +42,26 @@ def firsts(choice: Selector, scores: list[float]) -> list[float]:
 
 
 def test_the_highest_score_comes_first_and_equals_share() -> None:
-    assert MaxScore().order(np.array([0.1, 0.9, 0.5]), random.Random(0)) == [1, 2, 0]
-    assert firsts(MaxScore(), [0.5, 1.0, 1.0, 0.0]) == pytest.approx([0.0, 0.5, 0.5, 0.0], abs=0.03)
+    assert MaxScoreSelector().order(np.array([0.1, 0.9, 0.5]), random.Random(0)) == [1, 2, 0]
+    assert firsts(MaxScoreSelector(), [0.5, 1.0, 1.0, 0.0]) == pytest.approx([0.0, 0.5, 0.5, 0.0], abs=0.03)
 
 
 def test_weighted_random_follows_the_scores_and_leaves_zero_for_last() -> None:
-    assert firsts(WeightedRandom(), [1.0, 2.0, 0.0, 1.0]) == pytest.approx([0.25, 0.5, 0.0, 0.25], abs=0.03)
-    assert firsts(WeightedRandom(), [0.0, 0.0]) == pytest.approx([0.5, 0.5], abs=0.03)
-    assert WeightedRandom().order(np.array([0.0, 1e-9, 1.0]), random.Random(0))[-1] == 0
+    assert firsts(WeightedRandomSelector(), [1.0, 2.0, 0.0, 1.0]) == pytest.approx([0.25, 0.5, 0.0, 0.25], abs=0.03)
+    assert firsts(WeightedRandomSelector(), [0.0, 0.0]) == pytest.approx([0.5, 0.5], abs=0.03)
+    assert WeightedRandomSelector().order(np.array([0.0, 1e-9, 1.0]), random.Random(0))[-1] == 0
 
 
 def test_the_smallest_scores_do_not_underflow() -> None:
-    assert WeightedRandom().order(np.array([1e-300, 1.0, 0.0]), random.Random(0)) == [1, 0, 2]
-    assert sorted(WeightedRandom().order(np.array([5e-324, 1.0]), random.Random(0))) == [0, 1]
+    assert WeightedRandomSelector().order(np.array([1e-300, 1.0, 0.0]), random.Random(0)) == [1, 0, 2]
+    assert sorted(WeightedRandomSelector().order(np.array([5e-324, 1.0]), random.Random(0))) == [0, 1]
 
 
 def test_softmax_is_proportional_to_the_exponential() -> None:
     weights = [math.exp(score / 0.5) for score in (0.2, 0.7, 1.0)]
     expected = [weight / sum(weights) for weight in weights]
-    assert firsts(Softmax(temperature=0.5), [0.2, 0.7, 1.0]) == pytest.approx(expected, abs=0.03)
-    assert firsts(Softmax(temperature=0.001), [0.2, 0.7, 1.0]) == [0.0, 0.0, 1.0]
+    assert firsts(SoftmaxSelector(temperature=0.5), [0.2, 0.7, 1.0]) == pytest.approx(expected, abs=0.03)
+    assert firsts(SoftmaxSelector(temperature=0.001), [0.2, 0.7, 1.0]) == [0.0, 0.0, 1.0]
 
 
 def test_power_of_two_takes_the_better_of_two() -> None:
@@ -72,7 +84,7 @@ def test_a_short_list_is_as_good_as_the_head_of_a_long_one(
 ) -> None:
     order = choice.order(np.array(scores, dtype=float), random.Random(seed), count)
     assert len(order) == len(set(order)) == min(count, len(scores))
-    if isinstance(choice, MaxScore):
+    if isinstance(choice, MaxScoreSelector):
         assert [scores[position] for position in order] == sorted(scores, reverse=True)[:count]
 
 
@@ -80,7 +92,7 @@ def test_a_short_list_is_as_good_as_the_head_of_a_long_one(
 def test_equals_share_a_short_list_too(count: int) -> None:
     rng = random.Random(3)
     scores = np.array([1.0] * 10 + [0.5] * 90)
-    counts = Counter(MaxScore().order(scores, rng, count)[0] for _ in range(5000))
+    counts = Counter(MaxScoreSelector().order(scores, rng, count)[0] for _ in range(5000))
     assert set(counts) == set(range(10))
     assert min(counts.values()) > 400
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from extproc.endpoints.costs import PromptCost
+from extproc.endpoints.learned_speeds import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.scheduling.picker import Demand, RequestFacts, View
 
@@ -27,7 +27,7 @@ def view_of(
 ) -> View:
     """Endpoints ``e0:1``, ``e1:1``, ...; ``columns`` are those of the table."""
     table = EndpointTable()
-    table.replace(f"e{number}:1" for number in range(count))
+    table.replace_endpoints(f"e{number}:1" for number in range(count))
     # as engines have just said
     table.reported_at_s[:count] = now_s
     for name, values in columns.items():
@@ -35,6 +35,6 @@ def view_of(
     table.in_flight_at_report[:] = table.in_flight
     held = np.zeros(len(table.addresses))
     held[: len(cached)] = cached
-    demand = Demand(held, PromptCost().work(input_tokens - held, held))
+    demand = Demand(held, PromptCost().prefill_work(input_tokens - held, held))
     table.has_failures = bool(table.retry_at_s.any())
     return View(table, demand, RequestFacts("m", input_tokens, adapter, headers or {}, is_trusted=True), now_s)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.kube.resources import key_of
-from extproc.api.load import load_snapshot
+from extproc.api.config_loader import load_snapshot
 from tests.gateway_objects import Object, gateway_class
 
 if TYPE_CHECKING:

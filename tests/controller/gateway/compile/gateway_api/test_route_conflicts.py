@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from controller.gateway.compile.gateway_api.resource_types import GRPC_ROUTE, HTTP_ROUTE, ObjectIdentity, Route
 from controller.gateway.compile.gateway_api.route_conflicts import RouteClaim, find_rivals
-from extproc.api.matches import covers_domain
+from extproc.api.match_patterns import covers_domain
 from tests.examples import examples
 
 HOSTS = ("a.com", "b.a.com", "c.b.a.com", "*.a.com", "*.b.a.com", "*.com", "other.org")
