@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How requests ask engines to prefill for each other: the JSON of each connector, without I/O.
 
-A plan says what a request is: a prefill to be kept under a key (``Export``), a decode of what another engine keeps
-under a key (``Import``), or None: the engine serves it whole. A decode request whose parameters are not complete is
+A plan says what a request is: a prefill to be kept under a key (``ExportPlan``), a decode of what another engine keeps
+under a key (``ImportPlan``), or None: the engine serves it whole. A decode request whose parameters are not complete is
 served whole, without a word, as vLLM does it; its metrics show that the prompt was computed.
 
 | connector | prefill engine | decode engine |

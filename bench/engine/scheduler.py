@@ -315,7 +315,7 @@ class Scheduler:
 
 
 def _batch(parts: list[tuple[Request, int]]) -> StepBatch:
-    """The same as ``batch_of``, without an object for each request."""
+    """The same as ``step_batch``, without an object for each request."""
 
     tokens = read = decodes = 0
     pairs = 0.0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m bench.lab.gpu_tiers``: a load on two kinds of GPU at two prices, with and without tiers, in virtual
-time.
+"""``python -m bench.lab.gpu_tiers``: a load on two kinds of GPU at two prices, with and without tiers.
+
+Time is virtual.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the usage log over rotation, truncation and replacement: whole lines in batches, and where each ends.
 
-Nothing here remembers what was read for good: the store keeps a ``Position`` beside the rows, in one transaction.
+Nothing here remembers what was read for good: the store keeps a ``LogPosition`` beside the rows, in one transaction.
 """
 
 from __future__ import annotations

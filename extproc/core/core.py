@@ -564,7 +564,7 @@ class Core:
         return endpoint_loads(self._records.values(), self.pools.values())
 
     def loads_in_parts(self) -> Iterator[dict[str, EndpointLoad]]:
-        """The same for ``add_part``, a pool at a time."""
+        """The same for ``merge_loads``, a pool at a time."""
         return loads_in_parts(self._records.values(), self.pools.values())
 
     def demand(self, now: float, *, began_at_s: float = 0.0) -> Demand:

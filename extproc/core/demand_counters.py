@@ -97,7 +97,7 @@ class ServerMeter(msgspec.Struct):
 
     def count_times(self, ttft_s: float, tpot_s: float | None) -> None:
         """A streamed answer has ended. ``tpot_s``: None if it had a single token, or if its tokens are unknown."""
-        # as ``bucket_of``, at the cost of one call less for each request
+        # as ``bucket_index``, at the cost of one call less for each request
         self.ttft[bisect_left(TTFT_BOUNDS_S, ttft_s)] += 1
         if tpot_s is not None:
             self.tpot[bisect_left(TPOT_BOUNDS_S, tpot_s)] += 1

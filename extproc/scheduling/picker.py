@@ -92,7 +92,7 @@ class View(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> Floats | None:
-        """By row, which endpoints come first; see ``endpoints.avoidance``. None: all are equal."""
+        """By row, which endpoints come first; see ``endpoints.breaker_ranks``. None: all are equal."""
         return breaker_ranks(self.table, self.now_s) if self.ranked is None and self.table.has_failures else self.ranked
 
     def preferred(self, candidates: Bools) -> Bools:

@@ -100,7 +100,7 @@ def test_nothing_starts_without_the_package_of_the_usage_log(
     (tmp_path / "a.yaml").write_text(
         f"apiVersion: attache.dev/v1alpha1\nkind: GatewayConfig\nmetadata: {{name: g}}\nspec: {spec}\n"
     )
-    monkeypatch.setattr("attache.serve.find", lambda: Path("envoy"))
+    monkeypatch.setattr("attache.serve.find_envoy", lambda: Path("envoy"))
     monkeypatch.setattr("attache.serve.find_spec", lambda _: None)
     assert main(["--config", str(tmp_path)]) == 2
     assert "run: pip install 'attache[usage]'" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drain: it ends when no request runs or waits in the engine, or when the grace period is over.
 
-``Drain`` decides; ``Drainer`` carries it out. The drain continues if its caller disconnects.
+``DrainState`` decides; ``Drainer`` carries it out. The drain continues if its caller disconnects.
 """
 
 from __future__ import annotations

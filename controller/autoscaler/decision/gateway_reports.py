@@ -220,7 +220,7 @@ def _speed(value: float | None) -> float | None:
 
 
 def _counters(report: ServerDemand) -> list[float]:
-    """Of all models, in the order of ``Totals``."""
+    """Of all models, in the order of ``TrafficTotals``."""
     found = [0.0] * 7
     for one in _first(report.counted, MOST_MODELS).values():
         values: tuple[float, ...] = (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients' demand over time, from the merged counters of all gateways: rates and latencies of any window.
 
-``History`` has the sums of one ModelServer, packed: a point a second for minutes, fewer of them for hours. Counters of
+``TrafficHistory`` has the sums of one ModelServer, packed: a point a second for minutes, fewer of them for hours. Counters of
 a point take 56 bytes. Its histograms take some 100; old points share them, as old latencies are not queried by the
 second. So hundreds of servers fit. Totals are made when they are read.
 """
@@ -167,7 +167,7 @@ def _since(counts: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class TrafficSums(msgspec.Struct):
-    """Counters in the order of ``Totals``, and buckets; they only grow."""
+    """Counters in the order of ``TrafficTotals``, and buckets; they only grow."""
 
     counters: list[float] = msgspec.field(default_factory=lambda: [0.0] * 7)
     ttft: list[int] = msgspec.field(default_factory=lambda: [0] * TTFT_BUCKETS)

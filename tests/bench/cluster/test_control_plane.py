@@ -18,7 +18,7 @@ class Answers:
     def __init__(self, *found: object) -> None:
         self._found = list(found)
 
-    async def find(self, *_: object) -> Any:  # noqa: ANN401 - an object of any kind, or None
+    async def get_or_none(self, *_: object) -> Any:  # noqa: ANN401 - an object of any kind, or None
         answer = self._found.pop(0)
         if isinstance(answer, Exception):
             raise answer

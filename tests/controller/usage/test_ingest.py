@@ -360,13 +360,13 @@ _FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLines
+from controller.usage.jsonl import JsonLinesStore
 from controller.usage.store import SqlStore, open_engine
 from tests.controller.usage.test_ingest import Scene
 url, log, limit = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 if url.startswith("jsonl:"):
-    sink = JsonLines(Path(url.removeprefix("jsonl:")))
+    sink = JsonLinesStore(Path(url.removeprefix("jsonl:")))
 else:
     sink = SqlStore(open_engine(url), "log")
     sink.prepare()

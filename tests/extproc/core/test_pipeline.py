@@ -172,10 +172,10 @@ def test_a_request_that_moves_while_it_asks_for_limits_asks_for_the_tokens_of_it
 
 # What a request goes through for the sake of something that has to be configured.
 FEATURES = {
-    *("core/accounts", "core/activation", "core/adapter_load", "core/breakers", "core/explanation", "core/fallback"),
-    *("core/fallback_budget", "core/feedback", "core/forecasts", "core/guards", "core/mirror", "core/objectives"),
-    *("core/prefill", "core/queue", "core/response_cache", "core/tiers", "core/trace"),
-    *("admission/budgets", "admission/limits", "admission/objectives", "api/pricing", "endpoints/prices"),
+    *("core/limit_accounting", "core/activation", "core/adapter_load", "core/breakers", "core/explanation", "core/fallback"),
+    *("core/fallback_budget", "core/outcome_feedback", "core/slo_forecasts", "core/guards", "core/mirror", "core/slo_verdicts"),
+    *("core/remote_prefill", "core/flow_control", "core/response_cache", "core/tier_selector", "core/trace"),
+    *("admission/budgets", "admission/limits", "admission/slo_classes", "api/pricing", "endpoints/prices"),
     *("scheduling/labels", "scheduling/model_check"),
 }
 
@@ -204,4 +204,4 @@ def test_a_request_goes_through_no_feature_that_is_not_configured_for_it() -> No
     of_another = core_of(servers=servers, routes={"chat": "", "other": f"modelName: n\n{budgets}"})
     assert not FEATURES & entered(of_another)
     charged = core_of(servers=servers, routes={"chat": budgets})
-    assert FEATURES & entered(charged) >= {"admission/budgets", "core/accounts"}
+    assert FEATURES & entered(charged) >= {"admission/budgets", "core/limit_accounting"}

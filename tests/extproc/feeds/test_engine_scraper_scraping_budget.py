@@ -191,7 +191,7 @@ class Pages:
         self._sizes = itertools.cycle(sizes)
         self.read: list[int] = []
 
-    def ask(self, _: bytes) -> None:
+    def send_request(self, _: bytes) -> None:
         page = b'{"data": []}' if self._poll._reads_models else PAGE.ljust(next(self._sizes), b"\n")
         self.read.append(len(page))
         self._poll._take(page)

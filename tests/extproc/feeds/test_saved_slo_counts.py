@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-REPLACE, READ = (f"extproc.feeds.saved_slo_counts.{name}" for name in ("replace_state", "read_state"))
+REPLACE, READ = (f"extproc.feeds.saved_slo_counts.{name}" for name in ("write_state", "read_state"))
 CHAT = ObjectiveClass("default/chat", "chat", 0, {"e2e": 1.0}, 0.99, 86400.0)
 
 

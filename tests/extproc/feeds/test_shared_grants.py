@@ -225,13 +225,13 @@ WORKER = """
     import sys, time
     from pathlib import Path
     from extproc.admission.local_limits import LocalLimits
-    from extproc.core.limit_accounting import Accounts
+    from extproc.core.limit_accounting import LimitAccounting
     from extproc.errors import BudgetSpent
     from extproc.feeds.shared_grants import SharedGrants
     from tests.extproc.feeds.test_shared_grants import charge
 
     recent = SharedGrants(Path(sys.argv[1]), sys.argv[2], time.monotonic)
-    accounts = Accounts(LocalLimits(), machine="here", recent=recent)
+    accounts = LimitAccounting(LocalLimits(), machine="here", recent=recent)
     print("ready", flush=True)
     granted = 0
     # each line: how many requests come

@@ -39,10 +39,10 @@ LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 # extproc that reports when it saves
 SAVES_AND_TELLS = """
 import os, runpy
-from extproc.feeds.saved_limits import SavedLevels
-from extproc.feeds.saved_slo_counts import SavedObjectives
+from extproc.feeds.saved_limits import SavedLimits
+from extproc.feeds.saved_slo_counts import SavedSloCounts
 from extproc.sd_notify import notify
-SavedLevels.save = SavedObjectives.save = lambda _: notify(b"SAVES=1", os.environ)
+SavedLimits.save = SavedSloCounts.save = lambda _: notify(b"SAVES=1", os.environ)
 runpy.run_module("extproc", None, "__main__")
 """
 CHAT = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello " * 100}]}).encode()
@@ -487,13 +487,13 @@ import sys
 from extproc.feeds.config_directory import DirectoryFeed
 from extproc.feeds.engine_scraper import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
-from extproc.feeds.saved_limits import SavedLevels
+from extproc.feeds.saved_limits import SavedLimits
 from extproc.replication.peers import Peers
 
 async def fails(*_args, **_more):
     raise ZeroDivisionError("a mistake of ours")
 
-for feed in (EngineScraper, KvEventFeed, SavedLevels, Peers):
+for feed in (EngineScraper, KvEventFeed, SavedLimits, Peers):
     feed.run = fails
 watch, starts = DirectoryFeed.watch, []
 async def fails_once(self):

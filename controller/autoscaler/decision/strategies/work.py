@@ -165,7 +165,7 @@ class LoadPeaks(msgspec.Struct, frozen=True):
 
 
 def with_headroom(per_s: float, headroom: float, most: float) -> float:
-    """The load that replicas should be able to carry. ``most``: see ``Peaks``."""
+    """The load that replicas should be able to carry. ``most``: see ``LoadPeaks``."""
     return max(per_s, min(per_s * headroom, most))
 
 
