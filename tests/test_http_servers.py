@@ -29,7 +29,9 @@ def calls() -> Iterator[tuple[str, list[str]]]:
 
 def test_every_server_refuses_what_web_pages_send() -> None:
     # those that listen more often than they protect
-    unprotected = {module for module, names in calls() if names.count("PageServer") > names.count("add_browser_protection")}
+    unprotected = {
+        module for module, names in calls() if names.count("PageServer") > names.count("add_browser_protection")
+    }
     assert unprotected == _FOR_API_SERVERS | _FOR_ENVOY
 
 

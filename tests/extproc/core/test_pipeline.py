@@ -172,8 +172,22 @@ def test_a_request_that_moves_while_it_asks_for_limits_asks_for_the_tokens_of_it
 
 # What a request goes through for the sake of something that has to be configured.
 FEATURES = {
-    *("core/limit_accounting", "core/activation", "core/adapter_load", "core/breakers", "core/explanation", "core/fallback"),
-    *("core/fallback_budget", "core/outcome_feedback", "core/slo_forecasts", "core/guards", "core/mirror", "core/slo_verdicts"),
+    *(
+        "core/limit_accounting",
+        "core/activation",
+        "core/adapter_load",
+        "core/breakers",
+        "core/explanation",
+        "core/fallback",
+    ),
+    *(
+        "core/fallback_budget",
+        "core/outcome_feedback",
+        "core/slo_forecasts",
+        "core/guards",
+        "core/mirror",
+        "core/slo_verdicts",
+    ),
     *("core/remote_prefill", "core/flow_control", "core/response_cache", "core/tier_selector", "core/trace"),
     *("admission/budgets", "admission/limits", "admission/slo_classes", "api/pricing", "endpoints/prices"),
     *("scheduling/labels", "scheduling/model_check"),
