@@ -2,7 +2,8 @@
 """A workload against extproc's own core and simulated engines, in virtual time.
 
 No Envoy, no HTTP: a request is picked for when it arrives or is released, and reaches its engine after the time that
-vLLM's API server takes. The picker gets reports, KV events and adapters' loads as late as in reality (``SimulatedDelays``).
+vLLM's API server takes. The picker gets reports, KV events and adapters' loads as late as in reality
+(``SimulatedDelays``).
 
 A request whose prefill is remote goes to the prefill engine first, and to the decode engine when that has answered; if
 KV caches are pushed in pieces, to both at once. Where extproc makes the leg, its core decides when that is; where a

@@ -222,7 +222,8 @@ class KedaScaler:
         """The binding's key and the target, from the trigger's metadata; ends the call if they are missing, or not
         readable by this caller.
 
-        The binding is in the ScaledObject's namespace, which the caller names: KEDA does; see ``ReadPermissions`` for others.
+        The binding is in the ScaledObject's namespace, which the caller names: KEDA does; see ``ReadPermissions`` for
+        others.
         """
         binding, target = ref.scalerMetadata.get("binding", ""), ref.scalerMetadata.get("target", "")
         if not binding or "/" in binding:
