@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients' demand over time, from the merged counters of all gateways: rates and latencies of any window.
 
-``TrafficHistory`` has the sums of one ModelServer, packed: a point a second for minutes, fewer of them for hours. Counters
-of a point take 56 bytes. Its histograms take some 100; old points share them, as old latencies are not queried by the
-second. So hundreds of servers fit. Totals are made when they are read.
+``TrafficHistory`` has the sums of one ModelServer, packed: a point a second for minutes, fewer of them for hours.
+Counters of a point take 56 bytes, its histograms some 100; old points share them, as old latencies are not queried by
+the second. So hundreds of servers fit. Totals are made when they are read.
 """
 
 from __future__ import annotations
