@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.addresses import parse_endpoint
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory
 from extproc.api.engine_connection import EngineConnection, EngineTls
-from extproc.api.errors import ConfigInvalid
 from extproc.cli.common import print_mistakes
 from extproc.engines.dialects import ENGINE_TYPES, engine_with_metric
 from extproc.engines.engine_responses import UnreadableResponse, parse_model_list
 from extproc.feeds.engine_http import ConnectionSettings, EngineCredentials
-from extproc.feeds.http_get import BadResponse, ResponseParser, get_request
+from extproc.feeds.http_get import BadResponse, ResponseParser, encode_get_request
 from extproc.listen_sockets import ListenFailed, try_to_bind
 from extproc.scheduling.model_check import quoted_names
 
@@ -313,7 +313,7 @@ def _get(address: str, path: str, settings: ConnectionSettings) -> bytes:
         if settings.tls is not None:
             name = settings.server_name or host
             connection = opened.enter_context(settings.tls.wrap_socket(connection, server_hostname=name))
-        connection.sendall(get_request(host, port, path, settings.authorization))
+        connection.sendall(encode_get_request(host, port, path, settings.authorization))
         while (left_s := ends_at_s - time.monotonic()) > 0:  # noqa: TID251 - the clock of the shell
             connection.settimeout(left_s)
             piece = connection.recv(_PIECE)
@@ -437,7 +437,7 @@ def _server(name: str, model: str, engines: Sequence[Engine], connection: Engine
         lines.append(f"    - address: {json.dumps(one.address)}\n")
         if one.type not in {"", usual}:
             lines.append(f"      labels: {{{_TYPE_LABEL}: {one.type}}}    # another program than the others'\n")
-    if connection.names_files:
+    if connection.references_files_or_variables:
         lines.append("  connection:    # how Envoy and extproc call them\n")
     if connection.tls is not None:
         lines += ["    tls:\n", f"      caFile: {_quoted(connection.tls.ca_file)}    # who signs their certificates\n"]

@@ -21,8 +21,8 @@ import msgspec
 from attache.envoy import find_envoy
 from controller.bundle.envoy_admin import begin_drain, running_requests, why_not_ready
 from extproc.api.addresses import worker_addresses
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory
-from extproc.api.errors import ConfigInvalid
 from extproc.api.quantities import Duration
 from extproc.cli.common import print_mistakes
 from extproc.cli.supervisor import Program, SupervisedProgram

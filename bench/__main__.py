@@ -24,10 +24,10 @@ from bench.lab import export, lab_command, replay_command, workload_command
 from bench.lab.hardware import HardwareUnknown, gpus_of, is_file
 from bench.lab.lab_command import TRACES
 from bench.lab.policies.policy_file import PolicyFailed
-from bench.lab.runner import TrialFailed
+from bench.lab.trial_runner import TrialFailed
 from bench.lab.validation import unmeasured_hardware, validate
 from bench.workload.traces import FORMATS, TraceInvalid
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -129,7 +129,7 @@ def _add_sides(parser: argparse.ArgumentParser) -> None:
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
     first, second = export.read_policy_trials(options.first), export.read_policy_trials(options.second)
-    for table in export.tables((options.first, options.second), first, second):
+    for table in export.comparison_tables((options.first, options.second), first, second):
         console.print(table.as_rich_table())
     return 0
 
@@ -171,7 +171,7 @@ _PROGRAMS: Final = (
         "workload",
         "Describe a trace or a generator: lengths, and how much of its prompts could be cached",
         _add_trace,
-        workload_command.describe,
+        workload_command.describe_workload,
     ),
     BenchCommand("validate", "Compare the simulated engine with measurements of real ones", _add_runs, _validate),
     BenchCommand(

@@ -61,7 +61,7 @@ def caused_by(**fields: Any) -> Iterator[None]:  # noqa: ANN401 - those of Cause
         _CAUSE.reset(token)
 
 
-class Place(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class AuditedObject(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """Which object, by the names of Kubernetes' own audit log."""
 
     api_version: str
@@ -73,7 +73,7 @@ class Place(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     resource_version: str = ""
 
 
-class Entry(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class AuditEntry(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """A line. ``change``: what was sent. ``outcome``: ok, or the error. ``file``: that was written or removed, with
     the SHA-256 of its content.
     """
@@ -83,14 +83,14 @@ class Entry(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     actor: str
     verb: str
     outcome: str
-    object_ref: Place | None = None
+    object_ref: AuditedObject | None = None
     file: str = ""
     sha256: str = ""
     cause: Cause = Cause()
     change: Any = None
 
 
-def place_of(path: str) -> Place:
+def object_place_from_path(path: str) -> AuditedObject:
     """The object that a path on the API server names."""
     words = [unquote(word) for word in path.strip("/").split("/")]
     version, rest = ("/".join(words[1:3]), words[3:]) if words[0] == "apis" else (words[1], words[2:])
@@ -98,10 +98,10 @@ def place_of(path: str) -> Place:
     if rest[0] == "namespaces" and len(rest) > 2:
         namespace, rest = rest[1], rest[2:]
     plural, name, subresource = (*rest, "", "")[:3]
-    return Place(version, plural, namespace, name, subresource)
+    return AuditedObject(version, plural, namespace, name, subresource)
 
 
-class Audit:
+class AuditLog:
     """Adds lines to ``lines``. ``counted``: called if an entry cannot be made."""
 
     def __init__(self, lines: LineWriter, counted: Callable[[str, int], None]) -> None:
@@ -121,7 +121,7 @@ class Audit:
     ) -> None:
         """A write to the API server that was answered, or whose outcome is unknown."""
         with self._counting():
-            place = place_of(path)
+            place = object_place_from_path(path)
             if place.resource.endswith(_LEFT_OUT):
                 return
             metadata = (answer or {}).get("metadata") or (body or {}).get("metadata") or {}
@@ -155,7 +155,7 @@ class Audit:
         if len(cause.message) > _MOST_MESSAGE:
             cause = msgspec.structs.replace(cause, message=cause.message[:_MOST_MESSAGE])
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        entry = Entry(now, self._host, actor, verb, outcome[:_MOST_MESSAGE], cause=cause, **fields)
+        entry = AuditEntry(now, self._host, actor, verb, outcome[:_MOST_MESSAGE], cause=cause, **fields)
         self._lines.enqueue(msgspec.json.encode(entry) + b"\n")
 
 
@@ -195,7 +195,7 @@ def add_audit_option(made: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def opened_audit(file: str | None, registry: CollectorRegistry) -> Iterator[Audit | None]:
+def open_audit(file: str | None, registry: CollectorRegistry) -> Iterator[AuditLog | None]:
     """The audit of ``--audit-log``; None without one. What waits is written at the end."""
     if file is None:
         yield None
@@ -215,9 +215,9 @@ def opened_audit(file: str | None, registry: CollectorRegistry) -> Iterator[Audi
     for result in ("written", "dropped", "failed"):
         counted(result, 0)
     with LineWriter(None if file == "-" else Path(file), counted) as lines:
-        yield Audit(lines, counted)
+        yield AuditLog(lines, counted)
 
 
-def file_recorder(audit: Audit | None, actor: str) -> Callable[[Path, bytes | None], None]:
+def file_recorder(audit: AuditLog | None, actor: str) -> Callable[[Path, bytes | None], None]:
     """What writers of files call with each, and its content, None if it was removed."""
     return partial(audit.record_file, actor) if audit is not None else lambda _file, _content: None

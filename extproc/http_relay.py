@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from extproc.page_server import PageLimits
 
 
-def is_text(value: str) -> bool:
+def is_rewritable_header(value: str) -> bool:
     """Whether a header was read without loss: bytes that are no UTF-8 cannot be written again."""
     return value.isascii() or not any("\ud800" <= one <= "\udfff" for one in value)
 

@@ -57,7 +57,10 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """The line, without a traceback."""
         record.message = " ".join(
-            [one_line(record.message), *(f"{name}={one_line(str(value))}" for name, value in fields_of(record).items())]
+            [
+                one_line(record.message),
+                *(f"{name}={one_line(str(value))}" for name, value in extra_fields(record).items()),
+            ]
         )
         return super().formatMessage(record)
 
@@ -81,7 +84,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": _cut(record.getMessage()),
         }
-        fields = fields_of(record)
+        fields = extra_fields(record)
         if fields:
             line["fields"] = {name: _plain(value) for name, value in fields.items()}
         if record.exc_info and record.exc_info[0] is not None:
@@ -89,7 +92,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
     """What the call gave as ``extra``, and no more than 64 of it."""
     found = [(name, value) for name, value in vars(record).items() if name not in _OWN]
     return dict(found[:_MOST_FIELDS])

@@ -75,7 +75,7 @@ class PageServer(web.AppRunner):
         await site.start()
         return site
 
-    def connected(self) -> _Connection:
+    def make_connection(self) -> _Connection:
         """The other end of a connection."""
         return _Connection(self, cast("web.Server", self.server))
 
@@ -120,7 +120,7 @@ class _Site(web.BaseSite):
         await super().start()
         create = asyncio.get_running_loop().create_server
         pages, tls = self._pages, self._ssl_context
-        connected = pages.connected if tls is None else partial(_TlsConnection, pages, tls)
+        connected = pages.make_connection if tls is None else partial(_TlsConnection, pages, tls)
         if isinstance(self._at, socket.socket):
             self._server = await create(connected, sock=self._at)
         else:
@@ -132,7 +132,7 @@ class _TlsConnection(SSLProtocol):
 
     def __init__(self, pages: PageServer, tls: ssl.SSLContext) -> None:
         self._pages = pages
-        self._connection = pages.connected()
+        self._connection = pages.make_connection()
         # nobody waits for the end of the handshake; the types that others have written know whole seconds only
         waiter: Any = None
         most_s: Any = pages.limits.begin_s

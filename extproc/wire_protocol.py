@@ -324,7 +324,7 @@ class ModelPaths(msgspec.Struct, frozen=True):
     selectors: tuple[str, ...] = ("versions",)
 
 
-class ModelCalls(msgspec.Struct, frozen=True):
+class GrpcModelCalls(msgspec.Struct, frozen=True):
     """Calls of gRPC, each with one message, which names the model. ``paths``: of the calls. ``name``: the numbers of
     the fields in which the name stands, outermost first.
     """
@@ -372,7 +372,7 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     example: Mapping[str, object] = MappingProxyType({})
     protocol: Literal["OpenAI", "V1", "V2", "TensorFlow", "V2-gRPC", "TensorFlow-gRPC"] = "OpenAI"
     model_paths: ModelPaths | None = None
-    calls: ModelCalls | None = None
+    calls: GrpcModelCalls | None = None
     owner: str
     engines: str
     input: str
@@ -615,7 +615,7 @@ class Api(enum.Enum):
     V2_GRPC = ApiSpec(
         protocol="V2-gRPC",
         body="grpc",
-        calls=ModelCalls((f"{V2_SERVICE}ModelInfer", f"{V2_SERVICE}ModelMetadata", MODEL_READY_CALL), (1,)),
+        calls=GrpcModelCalls((f"{V2_SERVICE}ModelInfer", f"{V2_SERVICE}ModelMetadata", MODEL_READY_CALL), (1,)),
         errors="grpc",
         reports_usage=False,
         owner="Open Inference Protocol",
@@ -626,7 +626,7 @@ class Api(enum.Enum):
     TENSORFLOW_GRPC = ApiSpec(
         protocol="TensorFlow-gRPC",
         body="grpc",
-        calls=ModelCalls(
+        calls=GrpcModelCalls(
             (
                 *(
                     f"{_TENSORFLOW_SERVICES}PredictionService/{method}"

@@ -16,7 +16,7 @@ import certifi
 import pytest
 from hypothesis import settings
 
-from bench.stack.process_guard import ProcessGuard
+from bench.stack.orphan_reaper import ProcessGuard
 from tests.examples import IS_CI, IS_SLOW
 
 if TYPE_CHECKING:

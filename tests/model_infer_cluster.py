@@ -21,7 +21,7 @@ from controller.kube.resources import (
     key_of,
     timestamp_of,
 )
-from controller.models.model_infer.model_infer_state import ModelInferState, NodeCapacity, PodGroups, PodLoad
+from controller.models.model_infer.model_infer_state import GangSchedulingApis, ModelInferState, NodeCapacity, PodLoad
 from controller.models.model_infer.reconcile import reconcile
 from tests.kube_objects import resource
 
@@ -58,7 +58,7 @@ class Cluster:
         self.asked: frozenset[str] = frozenset()
         self.lost_nodes: dict[str, float] = {}
         self.room: list[NodeCapacity] | None = None
-        self.gang = PodGroups()
+        self.gang = GangSchedulingApis()
         self.log_tails: dict[str, str] = {}
         self.plan = Plan()
         self._uids = itertools.count(1)

@@ -22,7 +22,7 @@ from tests.programs import program
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 # It refuses to run as root.
 _USERS = ("postgres", "nobody")

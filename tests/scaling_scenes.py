@@ -13,7 +13,7 @@ from controller.autoscaler.decision.situation import (
     EngineReport,
     EngineState,
     Freshness,
-    Metric,
+    MetricReading,
     Situation,
     TargetSituation,
 )
@@ -64,7 +64,7 @@ def situation(
     waiting: Backlog | None = None,
     silent: Sequence[str] = (),
     unreported: Sequence[str] = (),
-    metrics: dict[str, Metric] | None = None,
+    metrics: dict[str, MetricReading] | None = None,
     now_s: float = NOW_S,
 ) -> Situation:
     return Situation(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from _pytest.mark import ParameterSet
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 
 class ShortForm(NamedTuple):

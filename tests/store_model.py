@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from extproc.admission.buckets import Bucket
-from extproc.admission.limits import Charge, Grant, Usage
+from extproc.admission.limits import Charge, Grant, RequestUsage
 from extproc.admission.refusals import limit_refusal
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Store:
         claim = bucket.reserve(charge.amount)
         return Grant([charge], [claim], [bucket.level], is_global=True), bucket.level
 
-    def settle(self, process: str, grant: Grant, used: Usage | None, stated: BucketReport, now: float) -> float:
+    def settle(self, process: str, grant: Grant, used: RequestUsage | None, stated: BucketReport, now: float) -> float:
         """The level that is left."""
         (charge,), (claim,) = grant.charges, grant.claims
         bucket = self.bucket(process, charge, stated, now)

@@ -25,7 +25,7 @@ from tests.short_forms import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 

@@ -12,18 +12,18 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.agents.downloader.progress import ProgressMetrics
-from controller.agents.runtime.metrics import Counters, EngineMetricsPage, write_page
+from controller.agents.runtime.metrics import Counters, EngineMetricsPage, render_agent_metrics
 from controller.autoscaler.decision.decision import AppliedRule, Recommendation, StageDecision
 from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetrics, TargetSeries
-from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.metrics import BundleMetrics
 from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics, PickerMetrics
-from controller.kube.metrics import ManagerMetrics, observe_api_calls
+from controller.kube.manager_metrics import ManagerMetrics, observe_api_calls
 from controller.models.metrics import ModelMetrics
 from extproc.api.config_loader import ConfigDirectory
 from extproc.engines.dialects import FAMILIES
-from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.metrics.request_metrics import Metrics, TlsMetrics
 from extproc.runtime.translator_metrics import TranslatorMetrics
 from tests.controller.agents.runtime.test_metrics import STATE
 
@@ -70,7 +70,7 @@ def registries(folder: Path) -> Iterator[CollectorRegistry]:
     PickerMetrics(gateway, "default/llama")
     yield gateway
     bundle = CollectorRegistry()
-    acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
+    acknowledgements = AcknowledgementPoller(lambda _: None, "bootstrap.json")
     bundle.register(BundleMetrics(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
     yield bundle
     yield ProgressMetrics().registry
@@ -80,7 +80,9 @@ def registries(folder: Path) -> Iterator[CollectorRegistry]:
 def of_agents() -> Iterator[tuple[str, Said]]:
     """They write their page themselves."""
     values = {one.name: {"m": 1.0} for one in FAMILIES if one.kind != "histogram"}
-    for family in text_string_to_metric_families(write_page(EngineMetricsPage(values, {}), STATE, Counters())):
+    for family in text_string_to_metric_families(
+        render_agent_metrics(EngineMetricsPage(values, {}), STATE, Counters())
+    ):
         yield said_of(family, ())
 
 

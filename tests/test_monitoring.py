@@ -16,16 +16,16 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
-from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.metrics import BundleMetrics
 from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics, PickerMetrics
-from controller.kube.metrics import ManagerMetrics, observe_api_calls
+from controller.kube.manager_metrics import ManagerMetrics, observe_api_calls
 from controller.models.metrics import ModelMetrics
 from controller.usage.ingest import IngestCounters
 from controller.usage.metrics import UsageMetrics
 from extproc.api.config_loader import ConfigDirectory
-from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.metrics.request_metrics import Metrics, TlsMetrics
 from extproc.runtime.translator_metrics import TranslatorMetrics
 from extproc.translate.directive import TranslationDirective
 from tests.docs_examples import EXAMPLES
@@ -45,7 +45,7 @@ def exported(folder: Path) -> dict[str, set[str]]:
     extproc, follower, gateway = Metrics(list, lambda: 0.0, lambda: 0.0).registry, CollectorRegistry(), GatewayMetrics()
     TlsMetrics(extproc)
     PickerMetrics(gateway.registry, "default/llama")
-    acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
+    acknowledgements = AcknowledgementPoller(lambda _: None, "bootstrap.json")
     follower.register(BundleMetrics(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
     follower.register(UsageMetrics(IngestCounters(), lambda: 0.0))
     manager = ManagerMetrics().registry

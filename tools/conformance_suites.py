@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from bench.cluster.assets import Versions, versions
-from bench.conformance.suites import ECHO, GATEWAY_API, Suite, built_in, choose_suites, list_suites
+from bench.cluster.assets import Versions, pinned_versions
+from bench.conformance.suites import ECHO, GATEWAY_API, Suite, choose_suites, list_suites, suites_directory
 from tools.go_modules import build, build_tests, go_mod_text, toolchain_missing
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _made(target: Path, modules: Mapping[str, str], package: str, *, is_test: bo
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 if all is there, 2 if there is no toolchain for it."""
-    wanted = versions()
+    wanted = pinned_versions()
     known = list_suites(wanted)
     made = argparse.ArgumentParser(prog="conformance_suites", description="Build conformance suites from Go modules.")
     made.add_argument(
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         wished = choose_suites(made.parse_args(arguments).names, known)
     except KeyError as unknown:
         made.error(f"there is no suite {unknown}")
-    out = built_in(wanted)
+    out = suites_directory(wanted)
     if all((out / name).is_file() for name in (ECHO, *(one.program for one in wished))):
         return 0
     if missing := toolchain_missing():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.api.config_loader import load_snapshot
 from extproc.api.status_pages import CONSOLE_PATH, ConfigReport
-from extproc.console.pages import ConsolePages, WorkerAddress
+from extproc.console.pages import ConsolePages, ConsoleWorker
 from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.peer_events import EngineReported
@@ -30,9 +30,9 @@ from extproc.endpoints.breaker_ranks import set_breaker
 from extproc.endpoints.health import EngineFailure
 from extproc.engines.metrics import EngineReport
 from extproc.listen_sockets import listen
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.runtime.admin_pages import ExplainPage, serve_pages
-from extproc.runtime.demand_watch import DemandWatch
+from extproc.runtime.demand_watch import DemandWatchServer
 from extproc.streams.context import GatewayOptions, StreamContext
 from extproc.streams.request import StreamRequest
 from extproc.wire_protocol import TENANT
@@ -118,7 +118,7 @@ class Gateway:
     def engine_reports(self, server: str, address: str, **values: float) -> None:
         """The engine's metrics are read."""
         report = EngineReport(**values)  # type: ignore[arg-type]  # numbers of the report
-        self._perform(self.core.on_metrics(EngineReported(server, address, report), self.now))
+        self._perform(self.core.on_engine_report(EngineReported(server, address, report), self.now))
 
     def tick(self) -> None:
         """Requests whose turn has come go."""
@@ -126,14 +126,14 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def served(
-        self, port: int, place: WorkerAddress | None = None, *, guard: Middleware | None = None
+        self, port: int, place: ConsoleWorker | None = None, *, guard: Middleware | None = None
     ) -> AsyncIterator[str]:
         """The URL of its pages. ``guard``: who may see which."""
 
         async def no_tokens(_: object) -> None:
             return None
 
-        place = place or WorkerAddress(("127.0.0.1", port), has_explain=True)
+        place = place or ConsoleWorker(("127.0.0.1", port), has_explain=True)
         console = ConsolePages(
             self.core,
             self.metrics,
@@ -149,7 +149,7 @@ class Gateway:
             is_ready=lambda: True,
             report=lambda: self.report,
             loads=self.core.loads_in_parts,
-            demand=DemandWatch(self.core, self.clock),
+            demand=DemandWatchServer(self.core, self.clock),
             explain=ExplainPage(self.core, no_tokens, self.clock, GatewayOptions()),
             others=console.routes(),
             guard=guard,
@@ -243,7 +243,7 @@ def demo_gateway(*, tenants: tuple[str, ...] = ("search", "support", "research")
         table.healths[row].reasons.add(EngineFailure.ERROR)
         opened = CLOSED
         for ago_s in (14, 12, 9, 2):
-            opened = opened.opened(pool.name, gateway.now - ago_s, needed=3)
+            opened = opened.after_opening(pool.name, gateway.now - ago_s, needed=3)
         set_breaker(table, row, opened)
     for number in range(60):
         gateway.now += 0.04

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from controller.commands.render import as_text, objects_in, render_models
+from controller.commands.render import model_as_yaml, objects_in, render_models
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ def golden() -> Mapping[Path, str]:
     for source in sorted(FOLDER.glob("*.yaml")):
         if not source.name.endswith(".children.yaml"):
             objects = [dict(one) for one in objects_in(source.name, source.read_text(), "default")]
-            found[source.with_suffix(".children.yaml")] = "".join(as_text(one) for one in render_models(objects))
+            found[source.with_suffix(".children.yaml")] = "".join(model_as_yaml(one) for one in render_models(objects))
     return found
 
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bench.cluster.assets import BINARIES, Versions, built_in, versions
+from bench.cluster.assets import BINARIES, Versions, asset_build_directory, pinned_versions
 from tools.go_modules import build as build_programs
 from tools.go_modules import download_module, go_mod_text, run_go, source, toolchain_missing
 
@@ -95,7 +95,7 @@ def main() -> int:
     if given:
         print(f"kube-assets: nothing to build, KUBEBUILDER_ASSETS is {given}")
         return 0
-    out = built_in()
+    out = asset_build_directory()
     if all((out / name).is_file() for name in BINARIES):
         return 0
     if missing := toolchain_missing():
@@ -106,8 +106,10 @@ def main() -> int:
         )
         return 2
     began_s = time.perf_counter()
-    print(f"kube-assets: building Kubernetes {versions().kubernetes} and etcd {versions().etcd}, some minutes once")
-    build(versions(), out)
+    print(
+        f"kube-assets: building Kubernetes {pinned_versions().kubernetes} and etcd {pinned_versions().etcd}, some minutes once"
+    )
+    build(pinned_versions(), out)
     print(f"kube-assets: {out} after {time.perf_counter() - began_s:.0f} s")
     return 0
 

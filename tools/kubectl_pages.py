@@ -20,7 +20,7 @@ from bench.cluster.control_plane import apply_crds, running_control_plane
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import connect
-from controller.kube.lease import LeaderElection
+from controller.kube.leader_election import LeaderElection
 from controller.kube.resources import (
     GATEWAY_CONFIGS,
     MODEL_ROUTES,

@@ -66,7 +66,7 @@ class _Scene:
     def snapshot(self) -> MetricsSnapshot:
         """Its metrics page as ``attache top`` reads it."""
         found = MetricsSnapshot()
-        for family in text_string_to_metric_families("".join(self.gateway.metrics.registry.pieces())):
+        for family in text_string_to_metric_families("".join(self.gateway.metrics.registry.exposition_chunks())):
             for sample in family.samples:
                 found.add(sample.name, sample.labels, sample.value)
         return found

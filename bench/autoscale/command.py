@@ -15,7 +15,7 @@ from bench.autoscale.policies import POLICIES, policy_named
 from bench.autoscale.report import write_report
 from bench.autoscale.trial import ComparisonPlan, Trial, TrialResult, run_trial
 from bench.lab.lab_command import TRACES
-from bench.lab.runner import worker_pool
+from bench.lab.trial_runner import worker_pool
 
 if TYPE_CHECKING:
     import argparse
@@ -58,7 +58,7 @@ def _files(root: Path) -> Iterator[Path]:
                 yield file
 
 
-def kept_results(file: Path) -> dict[Trial, TrialResult]:
+def read_kept_results(file: Path) -> dict[Trial, TrialResult]:
     """What earlier runs have left; a last line that was cut short is left out."""
     if not file.exists():
         return {}
@@ -81,7 +81,7 @@ def run_grid(
     mention it.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    found = kept_results(file)
+    found = read_kept_results(file)
     missing = [one for one in dict.fromkeys(trials) if one not in found]
     code = code_fingerprint()
     if others := sum(found[one].code != code for one in dict.fromkeys(trials) if one in found):
@@ -166,7 +166,7 @@ def _report(options: argparse.Namespace, loads: list[str], policies: list[str], 
 
     A file from ``--quick`` is taken whole: its trials have a period and a start of their own.
     """
-    kept = kept_results(options.report)
+    kept = read_kept_results(options.report)
     wanted = {one.removesuffix("-second") for one in policies}
     is_quick = all(trial.load in _QUICK_LOADS for trial in kept)
     mine = [

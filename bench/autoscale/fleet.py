@@ -65,16 +65,16 @@ class Variant(msgspec.Struct, frozen=True):
     jitter: float = 0.1
     max_replicas: int = 16
 
-    def kind(self) -> EngineKind:
+    def engine_kind(self) -> EngineKind:
         """The simulated engine. Raises HardwareUnknown."""
         (kind,) = engine_kinds(self.hardware, self.model, count=1, block_size=BLOCK_SIZE)
         return kind
 
-    def drawn_start_s(self, rng: random.Random) -> float:
+    def draw_start_s(self, rng: random.Random) -> float:
         """How long the next replica takes to start."""
         return self.start_s * rng.uniform(1 - self.jitter, 1 + self.jitter)
 
-    def target(self, min_replicas: int) -> ScaleTarget:
+    def scale_target(self, min_replicas: int) -> ScaleTarget:
         """As a binding has it."""
         return ScaleTarget(
             name=self.name,
@@ -173,7 +173,7 @@ class Replica(msgspec.Struct):
         return self.ready_at_s is None and self.gone_at_s is None
 
     @property
-    def is_kept(self) -> bool:
+    def counts_as_ordered(self) -> bool:
         """It counts against what was ordered: a draining one cannot be had back."""
         return self.is_ready or self.is_starting
 
@@ -243,11 +243,11 @@ class Fleet:
         self.variants = {one.name: one for one in variants}
         self.replicas: list[Replica] = []
         self.orders = [ScaleOrder(0.0, {name: initial.get(name, 0) for name in self.variants})]
-        self._kinds = {one.name: one.kind() for one in variants}
+        self._kinds = {one.name: one.engine_kind() for one in variants}
         self._rng = random.Random(f"starts/{seed}")
         self._numbers = Counter[str]()
         self._addresses = iter(addresses(_ADDRESSES))
-        for name, count in self.desired.items():
+        for name, count in self.ordered_replicas.items():
             for _ in range(count):
                 # as if it had been ordered in time
                 self._create(name, -self.variants[name].start_s).ready_at_s = 0.0
@@ -256,18 +256,18 @@ class Fleet:
         self.simulation = Simulation(self._snapshot, engines, seed=seed)
 
     @property
-    def desired(self) -> Mapping[str, int]:
+    def ordered_replicas(self) -> Mapping[str, int]:
         """What was ordered last."""
         return self.orders[-1].desired
 
     def order(self, desired: Mapping[str, int], now: float) -> None:
         """Have so many replicas of each target: start new ones, or let some go. Targets left out stay as they are."""
-        asked = {**self.desired, **desired}
-        if asked != self.desired:
+        asked = {**self.ordered_replicas, **desired}
+        if asked != self.ordered_replicas:
             self.orders.append(ScaleOrder(now, asked))
         changed = False
         for name, count in asked.items():
-            wanted = [one for one in self.replicas if one.target == name and one.is_kept]
+            wanted = [one for one in self.replicas if one.target == name and one.counts_as_ordered]
             for _ in range(count - len(wanted)):
                 self._start(name, now)
             if count < len(wanted):
@@ -277,9 +277,9 @@ class Fleet:
                 changed = True
         if changed:
             self._set_endpoints(now)
-            self.collect(now)
+            self.remove_drained(now)
 
-    def collect(self, now: float) -> None:
+    def remove_drained(self, now: float) -> None:
         """Replicas that have drained are gone. To be called now and then."""
         done = [
             one
@@ -316,7 +316,7 @@ class Fleet:
                 self.simulation.add_engine(made.address, self._kinds[target])
                 self._set_endpoints(later)
 
-        self.simulation.schedule_at(now + self.variants[target].drawn_start_s(self._rng), ready)
+        self.simulation.schedule_at(now + self.variants[target].draw_start_s(self._rng), ready)
 
     def _let_go(self, replica: Replica, now: float) -> None:
         if replica.is_starting:
@@ -331,7 +331,7 @@ class Fleet:
         (server,) = self._snapshot.servers
         changed = msgspec.structs.replace(server, spec=msgspec.structs.replace(server.spec, listed=listed))
         self._snapshot = msgspec.structs.replace(self._snapshot, servers=(changed,))
-        self.simulation.apply(self._snapshot, now)
+        self.simulation.apply_snapshot(self._snapshot, now)
 
 
 def _snapshot(engines: list[str]) -> Snapshot:

@@ -147,7 +147,7 @@ class TokenLengths(msgspec.Struct, frozen=True):
     longest: int = 16_000
 
     @property
-    def mean(self) -> MeanRequestTokens:
+    def mean_request(self) -> MeanRequestTokens:
         """Once an engine has seen the instructions."""
         return MeanRequestTokens(uncached=self.prompt, cached=self.shared, output=self.output)
 
@@ -174,9 +174,9 @@ class LoadProfile(msgspec.Struct, frozen=True):
     min_replicas: int = 1
 
     @property
-    def mean(self) -> MeanRequestTokens:
+    def mean_request(self) -> MeanRequestTokens:
         """The mean request."""
-        return self.lengths.mean if self.trace_mean is None else self.trace_mean
+        return self.lengths.mean_request if self.trace_mean is None else self.trace_mean
 
     def workload(self, half: DataSplit, seed: int, traces: Path) -> Workload:
         """``traces``: the directory with trace files. Raises TraceInvalid."""
@@ -184,7 +184,9 @@ class LoadProfile(msgspec.Struct, frozen=True):
             return self._replayed(half, seed, traces)
         rng = random.Random(f"{self.name}/{half}/{seed}")
         shape = self.shapes[half]
-        per_engine = engine_capacity(self.variants[0].kind(), self.mean, self.objective.tpot_s).requests_per_s
+        per_engine = engine_capacity(
+            self.variants[0].engine_kind(), self.mean_request, self.objective.tpot_s
+        ).requests_per_s
         begins = arrival_times(shape, per_engine, self.duration_s, rng)
         key = f"{self.name}/{half}/{seed}"
         return Workload(key, tuple(self._session(key, number, at_s, rng) for number, at_s in enumerate(begins)))
@@ -306,7 +308,10 @@ def load_named(name: str) -> LoadProfile:
 
 def relative_capacities(load: LoadProfile) -> dict[str, float]:
     """What one replica of each variant carries, in replicas of the first."""
-    rates = [engine_capacity(one.kind(), load.mean, load.objective.tpot_s).requests_per_s for one in load.variants]
+    rates = [
+        engine_capacity(one.engine_kind(), load.mean_request, load.objective.tpot_s).requests_per_s
+        for one in load.variants
+    ]
     return {one.name: rate / rates[0] for one, rate in zip(load.variants, rates, strict=True)}
 
 
@@ -320,7 +325,7 @@ class VariantMixes(msgspec.Struct, frozen=True):
     units: np.ndarray
     costs: np.ndarray
 
-    def carries(self, units: float) -> np.ndarray:
+    def carrying_mask(self, units: float) -> np.ndarray:
         """Whether each mix carries so much; if none does, those that carry most."""
         return self.units >= min(units, float(self.units.max())) - _NOTHING
 
@@ -330,7 +335,7 @@ class VariantMixes(msgspec.Struct, frozen=True):
 
     def cheapest_mix(self, units: float) -> dict[str, int]:
         """The mix with the least cost that carries so much; of equals the one with the fewest replicas."""
-        rows = np.flatnonzero(self.carries(units))
+        rows = np.flatnonzero(self.carrying_mask(units))
         return self.replicas_by_variant(int(min(rows, key=lambda row: (self.costs[row], self.counts[row].sum()))))
 
 
@@ -362,7 +367,7 @@ def cheapest_plan(
     later = np.zeros(len(mixes.counts))
     choices = []
     for units in reversed(needs):
-        value = np.where(mixes.carries(units), mixes.costs + later, np.inf)
+        value = np.where(mixes.carrying_mask(units), mixes.costs + later, np.inf)
         totals = starts + value[None, :]
         choices.append(totals.argmin(axis=1))
         later = totals.min(axis=1)

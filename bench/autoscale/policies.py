@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from bench.autoscale.baselines.baseline import Baseline
     from bench.autoscale.fleet import Variant
-    from controller.autoscaler.decision.saved_state import Memory
+    from controller.autoscaler.decision.saved_state import BindingMemory
     from controller.autoscaler.decision.situation import Situation
 
 # The percentile of latencies in the policies' objective.
@@ -122,7 +122,7 @@ def work_by_second(load: LoadProfile, workload: Workload) -> list[float]:
 
     The cached share of a prompt is taken to be the mean's.
     """
-    kind, mean = load.variants[0].kind(), load.mean
+    kind, mean = load.variants[0].engine_kind(), load.mean_request
     per_output_s = engine_capacity(kind, mean, load.objective.tpot_s).output_token_s
     uncached = mean.uncached / (mean.uncached + mean.cached)
     seconds = [0.0] * math.ceil(load.duration_s)
@@ -139,10 +139,10 @@ def required_engines(work: Sequence[float], utilization: float, window_s: float 
     """Engines that each second's work needs, averaged over a window around it. ``utilization``: the share of an
     engine's time to use.
     """
-    return [math.ceil(one - 1e-9) for one in units_needed(work, utilization, window_s)]
+    return [math.ceil(one - 1e-9) for one in required_units(work, utilization, window_s)]
 
 
-def units_needed(work: Sequence[float], utilization: float, window_s: float = WINDOW_S) -> list[float]:
+def required_units(work: Sequence[float], utilization: float, window_s: float = WINDOW_S) -> list[float]:
     """The same, not rounded up to whole engines."""
     half = max(0, int(window_s // 2))
     found = []
@@ -192,7 +192,7 @@ def _several_kinds(setup: ScalerSetup, work: Sequence[float]) -> dict[str, list[
     leads_s = {one.name: _lead_s(one, setup) for one in variants}
     initial = {variants[0].name: setup.initial}
     plan = cheapest_plan(
-        variant_mixes(setup.load, setup.min_replicas), units_needed(work, setup.knob), leads_s, initial
+        variant_mixes(setup.load, setup.min_replicas), required_units(work, setup.knob), leads_s, initial
     )
     return {name: hindsight_orders([mix[name] for mix in plan], lead_s, 0) for name, lead_s in leads_s.items()}
 
@@ -202,14 +202,15 @@ class LiveAutoscaler:
 
     def __init__(self, setup: ScalerSetup, policy: AutoscalingPolicySpec) -> None:
         targets = tuple(
-            variant.target(0 if number else setup.min_replicas) for number, variant in enumerate(setup.load.variants)
+            variant.scale_target(0 if number else setup.min_replicas)
+            for number, variant in enumerate(setup.load.variants)
         )
         self._policy = policy
         self._binding = AutoscalingPolicyBinding(
             metadata=Metadata(name="lab"),
             spec=AutoscalingPolicyBindingSpec(policy_ref="lab", targets=targets),
         )
-        self._memory: Memory | None = None
+        self._memory: BindingMemory | None = None
 
     def decide(self, situation: Situation) -> Mapping[str, int]:
         """As the manager would."""
@@ -274,7 +275,9 @@ def _kinds_baseline(make: Callable[[ScalerSetup], WvaV1 | WvaV2 | Kthena]) -> Ca
 
     def made(setup: ScalerSetup) -> Scaler:
         baseline = make(setup)
-        return _of_first(baseline) if len(setup.load.variants) == 1 else BaselineScaler(baseline.desired_kinds)
+        return (
+            _of_first(baseline) if len(setup.load.variants) == 1 else BaselineScaler(baseline.desired_replicas_by_kind)
+        )
 
     return made
 

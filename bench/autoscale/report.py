@@ -19,8 +19,8 @@ import numpy as np
 from bench.autoscale.load_profiles import LOADS, DataSplit, load_named
 from bench.autoscale.policies import BOUNDS, OURS, OWN, POLICIES, policies_for, policy_named
 from bench.autoscale.trial import GOAL, TrialResult, TunedPolicy, tune_policies
-from bench.reporting.pages import Table, figure
-from bench.reporting.results import Interval, mean_interval, nearest_rank
+from bench.reporting.report_elements import Table, figure
+from bench.reporting.request_results import ConfidenceInterval, mean_interval, nearest_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,7 +83,7 @@ def policy_point(results: Sequence[TrialResult]) -> PolicyPoint:
     return PolicyPoint(trial.policy, trial.load, trial.knob, interval.value, interval.low, interval.high, cost)
 
 
-def attainment_interval(results: Sequence[TrialResult]) -> Interval:
+def attainment_interval(results: Sequence[TrialResult]) -> ConfidenceInterval:
     """By bootstrap over the windows of all seeds."""
     blocks = [[1.0] * one.met + [0.0] * (one.due - one.met) for result in results for one in result.windows if one.due]
     return mean_interval(blocks)
@@ -130,7 +130,7 @@ def extra_cost(ours: PolicyPoint, frontier: Sequence[PolicyPoint]) -> float | No
     return None if other is None else ours.cost / other - 1
 
 
-def extra_interval(
+def extra_cost_interval(
     ours: Sequence[TrialResult], frontier: Sequence[Sequence[TrialResult]], *, seed: int = 0
 ) -> tuple[float, float]:
     """The 95% interval of ``extra_cost``, by bootstrap over windows of the runs.
@@ -158,7 +158,7 @@ def _drawn_attainment(results: Sequence[TrialResult], seed: int) -> np.ndarray:
     return np.asarray(met[drawn].sum(axis=1) / np.maximum(1.0, due[drawn].sum(axis=1)))
 
 
-class PolicyLine(msgspec.Struct, frozen=True):
+class PolicyResults(msgspec.Struct, frozen=True):
     """A policy at one setting on one load, over its seeds. ``is_hindsight``: nothing was tuned, and this setting is the
     best on the very load.
     """
@@ -174,7 +174,7 @@ class EqualAttainment(msgspec.Struct, frozen=True):
     where that baseline does not attain as much.
     """
 
-    ours: PolicyLine
+    ours: PolicyResults
     extra: Mapping[str, float | None]
     low: float = 0.0
     high: float = 0.0
@@ -194,20 +194,20 @@ class EqualAttainment(msgspec.Struct, frozen=True):
         return baseline, extra
 
 
-def policy_lines(results: Iterable[TrialResult]) -> dict[str, dict[str, list[PolicyLine]]]:
+def policy_lines(results: Iterable[TrialResult]) -> dict[str, dict[str, list[PolicyResults]]]:
     """By load and policy: a line for each setting."""
     grouped: dict[tuple[str, str, float], list[TrialResult]] = defaultdict(list)
     for one in results:
         grouped[one.trial.load, one.trial.policy, one.trial.knob].append(one)
-    found: dict[str, dict[str, list[PolicyLine]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[PolicyResults]]] = defaultdict(lambda: defaultdict(list))
     for (load, policy, _), each in sorted(grouped.items(), key=lambda one: one[0]):
-        found[load][policy].append(PolicyLine(policy_point(each), each))
+        found[load][policy].append(PolicyResults(policy_point(each), each))
     return found
 
 
-def chosen_settings(
-    lines: Mapping[str, Sequence[PolicyLine]], settings: Mapping[str, TunedPolicy]
-) -> dict[str, PolicyLine]:
+def tuned_lines(
+    lines: Mapping[str, Sequence[PolicyResults]], settings: Mapping[str, TunedPolicy]
+) -> dict[str, PolicyResults]:
     """Of each policy the line at the setting that tuning gave it; without tuning the best one, in hindsight.
 
     A policy whose tuned setting was not run on the load is left out.
@@ -221,7 +221,7 @@ def chosen_settings(
     return found
 
 
-def _best(lines: Sequence[PolicyLine]) -> PolicyLine:
+def _best(lines: Sequence[PolicyResults]) -> PolicyResults:
     good = [one for one in lines if one.spot.attainment >= GOAL]
     best = (
         min(good, key=lambda one: one.spot.cost)
@@ -231,14 +231,14 @@ def _best(lines: Sequence[PolicyLine]) -> PolicyLine:
     return msgspec.structs.replace(best, is_hindsight=True)
 
 
-def load_table(load: str, lines: Mapping[str, PolicyLine]) -> Table:
+def load_table(load: str, lines: Mapping[str, PolicyResults]) -> Table:
     """The most in target first."""
     ordered = sorted(lines.items(), key=lambda one: -one[1].spot.attainment)
     styles = ["bold" if policy == OURS else "" for policy, _ in ordered]
     return Table(f"Load {load}", _HEADINGS, [_columns(policy, line) for policy, line in ordered], row_styles=styles)
 
 
-def _columns(policy: str, line: PolicyLine) -> list[str]:
+def _columns(policy: str, line: PolicyResults) -> list[str]:
     found, results = line.spot, line.results
     hours = sum(one.hours for one in results)
     delays = sorted(delay for one in results for delay in one.to_order_s)
@@ -257,7 +257,7 @@ def _columns(policy: str, line: PolicyLine) -> list[str]:
     ]
 
 
-def describe_failures(lines: Mapping[str, Mapping[str, Sequence[PolicyLine]]]) -> list[str]:
+def describe_failures(lines: Mapping[str, Mapping[str, Sequence[PolicyResults]]]) -> list[str]:
     """Policies that refused or lost requests, in sentences."""
     said = []
     for load, policies in lines.items():
@@ -269,7 +269,7 @@ def describe_failures(lines: Mapping[str, Mapping[str, Sequence[PolicyLine]]]) -
     return said
 
 
-def dominating_baselines(lines: Mapping[str, PolicyLine]) -> list[str]:
+def dominating_baselines(lines: Mapping[str, PolicyResults]) -> list[str]:
     """Baselines that met the targets more often than we did, and cost less."""
     ours = lines.get(OURS)
     if ours is None:
@@ -281,14 +281,14 @@ def _is_baseline(policy: str) -> bool:
     return policy not in BOUNDS and policy not in OWN
 
 
-def equal_attainment(ours: PolicyLine, lines: Mapping[str, Sequence[PolicyLine]]) -> EqualAttainment:
+def compare_at_equal_attainment(ours: PolicyResults, lines: Mapping[str, Sequence[PolicyResults]]) -> EqualAttainment:
     """``lines``: of all policies at all their settings on the held half, which is kinder to baselines than to us."""
     baselines = {policy: each for policy, each in lines.items() if _is_baseline(policy)}
     extra = {policy: extra_cost(ours.spot, [one.spot for one in each]) for policy, each in baselines.items()}
     found = EqualAttainment(ours, extra)
     if found.best is None:
         return found
-    low, high = extra_interval(ours.results, [one.results for one in baselines[found.best[0]]])
+    low, high = extra_cost_interval(ours.results, [one.results for one in baselines[found.best[0]]])
     return msgspec.structs.replace(found, low=low, high=high)
 
 
@@ -310,7 +310,7 @@ def _bound(value: float) -> str:
     return "out of its reach" if value == -math.inf else f"{value:+.0%}"
 
 
-def equal_table(equals: Sequence[EqualAttainment]) -> Table:
+def cost_comparison_table(equals: Sequence[EqualAttainment]) -> Table:
     """Our cost against each baseline's: a row a baseline, a column a load."""
     baselines = sorted({baseline for one in equals for baseline in one.extra})
     rows = [
@@ -366,7 +366,9 @@ def verdict(equals: Sequence[EqualAttainment], dominated: Mapping[str, Sequence[
 
 
 def write_plot(
-    loads: Mapping[str, Mapping[str, Sequence[PolicyLine]]], tuned: Mapping[str, Mapping[str, PolicyLine]], file: Path
+    loads: Mapping[str, Mapping[str, Sequence[PolicyResults]]],
+    tuned: Mapping[str, Mapping[str, PolicyResults]],
+    file: Path,
 ) -> None:
     """As PNG. ``tuned``: the setting of each policy that tuning chose, which gets a larger mark."""
     columns = min(_COLUMNS, len(loads))
@@ -385,7 +387,7 @@ def write_plot(
         _add_legend(panels[0], {policy for policies in loads.values() for policy in policies})
 
 
-def _draw(axes: Axes, policy: str, lines: Sequence[PolicyLine], chosen: PolicyLine | None) -> None:
+def _draw(axes: Axes, policy: str, lines: Sequence[PolicyResults], chosen: PolicyResults | None) -> None:
     """Every setting as a dot; a line along those that no cheaper one surpasses."""
     look = _line_style(policy)
     spots = [one.spot for one in lines]
@@ -418,7 +420,7 @@ def _line_style(policy: str) -> dict[str, Any]:
 
 def _add_legend(axes: Axes, policies: Iterable[str]) -> None:
     """Below all panels, so that it covers nothing."""
-    from matplotlib.lines import Line2D  # noqa: PLC0415 - as bench.reporting.pages does, which says why
+    from matplotlib.lines import Line2D  # noqa: PLC0415 - as bench.reporting.report_elements does, which says why
 
     present = set(policies)
     order = [one for name in POLICIES for one in (name, name + _SECOND) if one in present]
@@ -442,13 +444,13 @@ class Report(msgspec.Struct, frozen=True):
     tables: Sequence[Table]
     said: Sequence[str]
     settings: Mapping[str, TunedPolicy]
-    loads: Mapping[str, Mapping[str, Sequence[PolicyLine]]]
-    judged: Mapping[str, Mapping[str, PolicyLine]]
+    loads: Mapping[str, Mapping[str, Sequence[PolicyResults]]]
+    judged: Mapping[str, Mapping[str, PolicyResults]]
 
 
 def write_report(results: Iterable[TrialResult], out: Path) -> Report:
     """Raises NothingToReport. Writes ``autoscale.md``, ``autoscale.png`` and ``tuned.json`` into ``out``."""
-    report = report_of(results)
+    report = build_report(results)
     out.mkdir(parents=True, exist_ok=True)
     (out / "autoscale.md").write_text(report.page)
     (out / "tuned.json").write_bytes(msgspec.json.format(msgspec.json.encode(report.settings)))
@@ -456,7 +458,7 @@ def write_report(results: Iterable[TrialResult], out: Path) -> Report:
     return report
 
 
-def report_of(results: Iterable[TrialResult]) -> Report:
+def build_report(results: Iterable[TrialResult]) -> Report:
     """Raises NothingToReport. ``results``: of one period and one start time."""
     each = sorted(results, key=lambda one: list(LOADS).index(one.trial.load) if one.trial.load in LOADS else -1)
     held = [one for one in each if one.trial.half is DataSplit.HELD]
@@ -466,12 +468,12 @@ def report_of(results: Iterable[TrialResult]) -> Report:
     settings = tune_policies(one for one in each if one.trial.half is DataSplit.TUNING)
     found = policy_lines(held)
     loads = {load: found[load] for load in dict.fromkeys(one.trial.load for one in held)}
-    mine = {load: chosen_settings(policies, settings) for load, policies in loads.items()}
-    equals = [equal_attainment(lines[OURS], loads[load]) for load, lines in mine.items() if OURS in lines]
+    mine = {load: tuned_lines(policies, settings) for load, policies in loads.items()}
+    equals = [compare_at_equal_attainment(lines[OURS], loads[load]) for load, lines in mine.items() if OURS in lines]
     dominated = {load: dominating_baselines(lines) for load, lines in mine.items() if OURS in lines}
     missing = _missing(each)
     said = [*_judgement(each, equals, dominated, is_whole=not missing), *describe_failures(loads), *_mixed(each)]
-    tables = [summary_table(equals, dominated), equal_table(equals)] if equals else []
+    tables = [summary_table(equals, dominated), cost_comparison_table(equals)] if equals else []
     tables += [load_table(load, lines) for load, lines in mine.items()]
     if settings:
         tables.append(tuning_table(settings))

@@ -22,8 +22,8 @@ from bench.autoscale.policies import (
     scaled_objective,
     work_by_second,
 )
-from bench.reporting.results import Distribution, distribution
-from controller.autoscaler.decision.signals import Signals
+from bench.reporting.request_results import Distribution, distribution
+from controller.autoscaler.decision.merged_gateway_reports import SignalAggregator
 from controller.autoscaler.decision.situation import Engine, EngineState, Situation, TargetSituation
 from controller.autoscaler.decision.speeds import estimate_speed
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from bench.autoscale.load_profiles import LoadProfile
     from bench.autoscale.policies import Scaler
     from bench.lab.measures import LatencyObjective
-    from bench.reporting.results import RequestResult
+    from bench.reporting.request_results import RequestResult
     from bench.workload.sessions import Workload
     from controller.api import autoscaling
     from controller.autoscaler.decision.gateway_reports import EngineSignal
-    from extproc.api.status_pages import Demand, EngineDemand
+    from extproc.api.status_pages import EngineDemand, ProcessDemand
 
 # In a namespace of its own, with the ModelServer.
 _GATEWAY: Final = "default/lab"
@@ -63,12 +63,12 @@ class SituationBuilder:
         """``min_replicas``: of the first target."""
         self._objective = objective
         self._min_replicas = min_replicas
-        self._signals = Signals()
+        self._signals = SignalAggregator()
         self._signals_at_s = 0.0
         self._servers: tuple[str, ...] = ()
         self._engines: Mapping[str, EngineDemand] = {}
 
-    def ingest(self, demand: Demand, now: float) -> None:
+    def ingest(self, demand: ProcessDemand, now: float) -> None:
         """A page of the core."""
         if not self._servers:
             self._servers = tuple(demand.servers)
@@ -82,20 +82,20 @@ class SituationBuilder:
     def is_starved(self, fleet: Fleet) -> bool:
         """Whether a request waits and no replica is there or ordered."""
         waiting = self._signals.merged_signals(self._servers, self._signals_at_s).waiting
-        return waiting.requests > 0 and not any(one.is_kept for one in fleet.replicas)
+        return waiting.requests > 0 and not any(one.counts_as_ordered for one in fleet.replicas)
 
     def situation(self, fleet: Fleet, now: float) -> Situation:
         """At an instant after the first page."""
         known = self._signals.merged_signals(self._servers, now)
         targets = []
         for number, variant in enumerate(fleet.variants.values()):
-            spec = variant.target(0 if number else self._min_replicas)
+            spec = variant.scale_target(0 if number else self._min_replicas)
             mine = [one for one in fleet.replicas if one.target == variant.name and one.gone_at_s is None]
             said = [self._engines[one.address] for one in mine if one.address in self._engines]
             targets.append(
                 TargetSituation(
                     spec=spec,
-                    current=fleet.desired[variant.name],
+                    current=fleet.ordered_replicas[variant.name],
                     engines=tuple(_engines(mine, known.engines)),
                     speed=estimate_speed(spec.capacity, said),
                     start_s=variant.start_s,
@@ -288,7 +288,7 @@ def _drive(fleet: Fleet, scaler: Scaler, setup: ScalerSetup) -> None:
 
     def tick(now: float) -> None:
         nonlocal next_at_s
-        fleet.collect(now)
+        fleet.remove_drained(now)
         pictures.ingest(fleet.simulation.core.demand(now), now)
         if now >= next_at_s or (not setup.min_replicas and pictures.is_starved(fleet)):
             next_at_s = max(next_at_s, now + setup.period_s)

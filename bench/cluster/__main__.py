@@ -107,7 +107,7 @@ async def _stay(assets: ClusterBinaries, options: argparse.Namespace, console: C
             running_nodes(client, specs, where / "pods", images=images, pod_range=range_),
             serving_services(client) if range_ else contextlib.nullcontext(),
         ):
-            await apply_crds(client, [assets.crds, options.crds])
+            await apply_crds(client, [assets.crd_directory, options.crds])
             has_gateways, url = assets.has_gateway_api and range_ is None, _URL
             if not options.bare:
                 variant = "local-ha" if range_ else "local-gateway-api" if has_gateways else "local"
@@ -132,7 +132,7 @@ def _address(range_: str | None) -> str:
 
 
 def _welcome(plane: ControlPlane, assets: ClusterBinaries, nodes: Sequence[str]) -> str:
-    path = f"\n  export PATH={assets.binary('kubectl').parent}:$PATH" if assets.has("kubectl") else ""
+    path = f"\n  export PATH={assets.binary('kubectl').parent}:$PATH" if assets.has_binary("kubectl") else ""
     return f"""\
 Kubernetes is up at {plane.admin.server}, with {", ".join(nodes)}. In another terminal:
 

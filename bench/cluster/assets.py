@@ -23,7 +23,7 @@ _ADVICE: Final = (
 
 
 class Versions(msgspec.Struct, frozen=True, rename="kebab"):
-    """What ``versions.toml`` pins, without a leading ``v``."""
+    """What ``pinned_versions.toml`` pins, without a leading ``v``."""
 
     kubernetes: str
     etcd: str
@@ -48,36 +48,36 @@ class ClusterBinaries(msgspec.Struct, frozen=True):
             raise AssetsMissing(f"no {name} in {self.directory}: {_ADVICE}")
         return path
 
-    def has(self, name: str) -> bool:
+    def has_binary(self, name: str) -> bool:
         """Whether this binary is there: a control plane does without some of them."""
         return (self.directory / name).is_file()
 
     @property
-    def crds(self) -> Path:
+    def crd_directory(self) -> Path:
         """The directory of CRDs, ``gateway-api/`` and ``inference-extension/`` in it; it need not exist."""
         return self.directory / "crds"
 
     @property
     def has_gateway_api(self) -> bool:
         """Whether there are the CRDs of the Gateway API and of its Inference Extension."""
-        return all(any((self.crds / one).glob("*.yaml")) for one in ("gateway-api", "inference-extension"))
+        return all(any((self.crd_directory / one).glob("*.yaml")) for one in ("gateway-api", "inference-extension"))
 
 
-def versions() -> Versions:
+def pinned_versions() -> Versions:
     """The pinned versions."""
     return msgspec.convert(tomllib.loads(Path(__file__).with_name("versions.toml").read_text()), Versions)
 
 
-def built_in(environment: Mapping[str, str] = os.environ) -> Path:
+def asset_build_directory(environment: Mapping[str, str] = os.environ) -> Path:
     """Where ``make kube-assets`` puts what it builds: in the user's cache, so that it builds once for all clones."""
     cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "attache" / f"kube-{versions().kubernetes}"
+    return Path(cache) / "attache" / f"kube-{pinned_versions().kubernetes}"
 
 
 def find_assets(environment: Mapping[str, str] = os.environ) -> ClusterBinaries:
     """``KUBEBUILDER_ASSETS`` if it is set, else what ``make kube-assets`` has built; raises AssetsMissing."""
     given = environment.get("KUBEBUILDER_ASSETS", "")
-    assets = ClusterBinaries(Path(given) if given else built_in(environment))
+    assets = ClusterBinaries(Path(given) if given else asset_build_directory(environment))
     for name in _NEEDED:
         assets.binary(name)
     return assets

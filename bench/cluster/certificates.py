@@ -56,7 +56,7 @@ class Authority:
         )
 
 
-def signing_key() -> tuple[str, str]:
+def service_account_key_pair() -> tuple[str, str]:
     """A private key for service account tokens and its public key, both PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import yaml
 
-from bench.cluster.certificates import Authority, signing_key, write_private
+from bench.cluster.certificates import Authority, service_account_key_pair, write_private
 from bench.cluster.netns import SERVICE_RANGE
 from bench.stack.processes import Processes, StartFailed, free_ports
 from controller.kube.client import Client, connect
@@ -227,7 +227,7 @@ class _Files:
         self._ca = authority.certificate
         names = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
         certificate, key = authority.issue("kube-apiserver", [address, "10.0.0.1"], names)
-        private, public = signing_key()
+        private, public = service_account_key_pair()
         # not the server's authority: a holder of this certificate may impersonate any user
         front = Authority(datetime.now(UTC))
         front_certificate, front_key = front.issue(_FRONT_PROXY)

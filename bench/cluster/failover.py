@@ -119,11 +119,11 @@ class FailoverTrial:
     def __init__(self, client: Client, nodes: Mapping[str, Node], url: str) -> None:
         self.client, self.nodes, self.url = client, nodes, url
         self.faults: Mapping[str, Callable[[], Awaitable[None]]] = {
-            "a gateway's pod is deleted": lambda: self.delete(_GATEWAY),
-            "SIGKILL of Envoy in one": lambda: self.kill(_GATEWAY, "envoy"),
-            _EXTPROC: lambda: self.kill(_GATEWAY, "extproc"),
-            "Redis' pod is deleted": lambda: self.delete(_REDIS),
-            "SIGKILL of Redis": lambda: self.kill(_REDIS, "redis"),
+            "a gateway's pod is deleted": lambda: self.delete_oldest_pod(_GATEWAY),
+            "SIGKILL of Envoy in one": lambda: self.kill_container(_GATEWAY, "envoy"),
+            _EXTPROC: lambda: self.kill_container(_GATEWAY, "extproc"),
+            "Redis' pod is deleted": lambda: self.delete_oldest_pod(_REDIS),
+            "SIGKILL of Redis": lambda: self.kill_container(_REDIS, "redis"),
         }
 
     async def pods(self, name: str) -> list[Object]:
@@ -131,12 +131,12 @@ class FailoverTrial:
         found = (await self.client.list(PODS, _SYSTEM, labels=f"{_APP}={name}")).items
         return sorted(found, key=lambda one: one["metadata"]["creationTimestamp"])
 
-    async def delete(self, name: str) -> None:
+    async def delete_oldest_pod(self, name: str) -> None:
         """Its oldest pod, as `kubectl delete pod` does."""
         pod = (await self.pods(name))[0]
         await self.client.delete(PODS, pod["metadata"]["name"], _SYSTEM)
 
-    async def kill(self, name: str, container: str) -> None:
+    async def kill_container(self, name: str, container: str) -> None:
         """The process of a container in its oldest pod."""
         pod = (await self.pods(name))[0]
         self.nodes[pod["spec"]["nodeName"]].kill(f"{_SYSTEM}/{pod['metadata']['name']}", container)
@@ -144,9 +144,9 @@ class FailoverTrial:
     async def scale(self, name: str, replicas: int) -> None:
         """Have so many pods, and wait for them."""
         await self.client.merge_patch(DEPLOYMENTS, name, _SYSTEM, {"spec": {"replicas": replicas}})
-        await self.until_ready(name, replicas)
+        await self.wait_until_ready(name, replicas)
 
-    async def until_ready(self, name: str, count: int) -> None:
+    async def wait_until_ready(self, name: str, count: int) -> None:
         """Wait until a Deployment has so many pods, all ready."""
         async with asyncio.timeout(_PATIENCE_S):
             while not _all_ready(await self.pods(name), count):  # noqa: ASYNC110 - only the objects show it
@@ -159,8 +159,8 @@ class FailoverTrial:
         await fault()
         # the status of what has ended comes first
         await asyncio.sleep(2.0)
-        await self.until_ready(_GATEWAY, 2)
-        await self.until_ready(_REDIS, 1)
+        await self.wait_until_ready(_GATEWAY, 2)
+        await self.wait_until_ready(_REDIS, 1)
         ready_s = _CLOCK() - began_s
         await asyncio.sleep(_AFTER_S)
         # what runs at the fault counts, and what was sent until now
@@ -200,7 +200,7 @@ class FaultMeasurement(msgspec.Struct, frozen=True):
     outcomes: tuple[RequestOutcome, ...]
 
     @property
-    def lost(self) -> list[str]:
+    def lost_request_texts(self) -> list[str]:
         """What clients saw of lost requests, with the second of their end after the fault."""
         return [f"{one.sent_s + one.took_s - self.began_s:.2f}s {one.failure}" for one in self.outcomes if one.failure]
 
@@ -234,8 +234,8 @@ async def running_trial(directory: Path, range_: str) -> AsyncIterator[FailoverT
         await apply_folder(plane, assets, ROOT / "manifests" / "local-ha")
         service = await client.get(SERVICES, _GATEWAY, _SYSTEM)
         trial = FailoverTrial(client, nodes, f"http://{service['spec']['clusterIP']}")
-        await trial.until_ready(_GATEWAY, 2)
-        await trial.until_ready(_REDIS, 1)
+        await trial.wait_until_ready(_GATEWAY, 2)
+        await trial.wait_until_ready(_REDIS, 1)
         yield trial
 
 
@@ -249,8 +249,8 @@ async def _run(options: argparse.Namespace, range_: str, console: Console) -> No
 
                 async def measure(name: str, run: int, fault: Callable[[], Awaitable[None]]) -> None:
                     found = await trial.measure(load, fault)
-                    cells = [str(len(found.outcomes)), str(len(found.lost)), f"{found.ready_s:.1f} s"]
-                    row = [name, str(run), *cells, f"{found.slowest_s:.1f} s", "\n".join(found.lost)]
+                    cells = [str(len(found.outcomes)), str(len(found.lost_request_texts)), f"{found.ready_s:.1f} s"]
+                    row = [name, str(run), *cells, f"{found.slowest_s:.1f} s", "\n".join(found.lost_request_texts)]
                     console.print(*row, markup=False, soft_wrap=True)
                     table.add_row(*row)
 

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from bench.cluster.assets import ROOT, AssetsMissing, find_assets
 from bench.cluster.control_plane import ControlPlaneOptions, apply_crds, running_control_plane
-from bench.cluster.fake_gateway import address_of
+from bench.cluster.fake_demand_feed import address_of
 from bench.stack.processes import Processes, StartFailed, cpu_seconds, free_ports, peak_rss_bytes, rss_bytes
 from controller.kube.client import Client, connect
 from controller.kube.errors import ClusterError, NotFound
@@ -271,7 +271,7 @@ async def _bindings(client: Client, processes: Processes, options: Options) -> A
     (port,) = free_ports(1)
     busy = round(options.busy * options.count)
     words = [f"{options.count}", f"{options.targets}", f"{options.requests_per_s:g}", f"{busy}", f"{port}"]
-    await processes.start("gateway", [sys.executable, "-m", "bench.cluster.fake_gateway", *words])
+    await processes.start("gateway", [sys.executable, "-m", "bench.cluster.fake_demand_feed", *words])
     await _create_pod(client, "gateway", "127.0.0.1", {LOADS_LABEL: str(port)})
     yield
 

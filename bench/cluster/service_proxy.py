@@ -25,7 +25,7 @@ _SERVICE: Final = "kubernetes.io/service-name"
 Address = tuple[str, int]
 
 
-def endpoints(slices: Sequence[Object], port: str) -> list[Address]:
+def ready_endpoints(slices: Sequence[Object], port: str) -> list[Address]:
     """The ready endpoints of a Service's port, by its name."""
     return [
         (address, int(served["port"]))
@@ -96,7 +96,7 @@ class _ServiceProxy:
         return await asyncio.start_server(connected, address, number)
 
     async def _forward(self, key: str, port: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        ready = endpoints(self._by_service.objects_with(key), port)
+        ready = ready_endpoints(self._by_service.objects_with(key), port)
         try:
             if not ready:
                 raise ConnectionRefusedError(f"no endpoint of {key} is ready")

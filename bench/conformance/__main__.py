@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 from rich.console import Console
 
-from bench.cluster.assets import ROOT, AssetsMissing, versions
+from bench.cluster.assets import ROOT, AssetsMissing, pinned_versions
 from bench.cluster.netns import NoNamespace, pod_range, run_in_namespace
 from bench.conformance.results_page import PAGE, REPORTS, ReportMismatch, save_result, write_page
-from bench.conformance.suites import Suite, SuiteOptions, built_in, choose_suites, list_suites, run_suite
+from bench.conformance.suites import Suite, SuiteOptions, choose_suites, list_suites, run_suite, suites_directory
 from bench.stack.processes import StartFailed
 from bench.stack.stack import EnvoyMissing
 from controller.kube.errors import ClusterError
@@ -29,7 +29,7 @@ _OUT: Final = ROOT / "bench" / "out" / "conformance"
 
 def parser(prog: str = "bench.conformance") -> argparse.ArgumentParser:
     """The options of the command."""
-    known = list_suites(versions())
+    known = list_suites(pinned_versions())
     names = [*(one.name for one in known), *dict.fromkeys(one.kind for one in known)]
     made = argparse.ArgumentParser(
         prog=prog,
@@ -78,11 +78,11 @@ def main(arguments: list[str] | None = None, prog: str = "bench.conformance") ->
     console = Console(highlight=False)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if options.rewrite:
-        write_page([one.name for one in list_suites(versions())])
+        write_page([one.name for one in list_suites(pinned_versions())])
         return 0
-    wished = choose_suites(options.suite or (), list_suites(versions()))
+    wished = choose_suites(options.suite or (), list_suites(pinned_versions()))
     try:
-        missing = [one.program for one in wished if not (built_in(versions()) / one.program).is_file()]
+        missing = [one.program for one in wished if not (suites_directory(pinned_versions()) / one.program).is_file()]
         if missing:
             raise StartFailed(
                 f"{', '.join(missing)} not built: run `python -m tools.conformance_suites`, which needs Go"
@@ -114,7 +114,7 @@ async def _run(wished: Sequence[Suite], range_: str, options: argparse.Namespace
         if options.page and wishes == SuiteOptions():
             await asyncio.to_thread(save_result, result)
     if options.page and wishes == SuiteOptions():
-        await asyncio.to_thread(write_page, [one.name for one in list_suites(versions())])
+        await asyncio.to_thread(write_page, [one.name for one in list_suites(pinned_versions())])
         console.print(f"{PAGE.relative_to(ROOT)} is written anew", markup=False)
     return 1 if failed else 0
 

@@ -75,7 +75,7 @@ class SuiteResult(msgspec.Struct, frozen=True):
     report: Mapping[str, Any]
     wall_s: float
 
-    def counted(self, outcome: Outcome) -> int:
+    def count_cases(self, outcome: Outcome) -> int:
         """How many cases had it."""
         return sum(one.outcome == outcome for one in self.cases)
 
@@ -164,8 +164,8 @@ class Remarks(msgspec.Struct, frozen=True):
 def render_page(results: Sequence[SuiteResult], remarks: Remarks) -> str:
     """The whole page."""
     rows = [
-        f"| [{one.name}](#{_anchor(one.name)}) | {one.counted('passed')} | {one.counted('failed')} "
-        f"| {one.counted('skipped')} | {one.report.get('date', '')[:10]} | {one.wall_s / 60:.0f} min |"
+        f"| [{one.name}](#{_anchor(one.name)}) | {one.count_cases('passed')} | {one.count_cases('failed')} "
+        f"| {one.count_cases('skipped')} | {one.report.get('date', '')[:10]} | {one.wall_s / 60:.0f} min |"
         for one in results
     ]
     table = ["| suite | passed | failed | skipped | run on | took |", "|---|---|---|---|---|---|", *rows]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import yaml
 
-from bench.cluster.assets import ROOT, ClusterBinaries, Versions, find_assets, versions
+from bench.cluster.assets import ROOT, ClusterBinaries, Versions, find_assets, pinned_versions
 from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.netns import gateway_range, host_address
 from bench.cluster.node.node import gpu_node, running_nodes
@@ -92,7 +92,7 @@ def choose_suites(names: Sequence[str], among: Sequence[Suite]) -> list[Suite]:
     return [one for one in among if not names or one.name in names or one.kind in names]
 
 
-def built_in(wanted: Versions, root: Path = ROOT) -> Path:
+def suites_directory(wanted: Versions, root: Path = ROOT) -> Path:
     """Where the suites are built; it has all of them in it, each under a name with its version."""
     return root / ".tools" / f"conformance-{wanted.gateway_api}"
 
@@ -150,7 +150,7 @@ async def run_suite(suite: Suite, out: Path, range_: str, wishes: SuiteOptions) 
     async with _cluster(out, range_) as plane:
         report = out / "report.yaml"
         words = suite_arguments(suite, report, _usable_address(range_), wishes)
-        await _run([str(built_in(versions()) / suite.program), *words], plane)
+        await _run([str(suites_directory(pinned_versions()) / suite.program), *words], plane)
     wall_s = time.perf_counter() - began_s
     written: dict[str, Any] = yaml.safe_load(report.read_text()) if report.is_file() else {}
     with output.open(errors="replace") as lines:
@@ -166,7 +166,7 @@ async def run_suite(suite: Suite, out: Path, range_: str, wishes: SuiteOptions) 
 async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
     """A cluster with CustomResourceDefinitions and our gateway, whose logs go to ``out``."""
     assets = find_assets()
-    echo = (str(built_in(versions()) / ECHO),)
+    echo = (str(suites_directory(pinned_versions()) / ECHO),)
     images: dict[str, Sequence[str]] = {
         **IMAGES,
         "envoyproxy/envoy": (envoy_binary(),),
@@ -186,7 +186,7 @@ async def _cluster(out: Path, range_: str) -> AsyncIterator[ControlPlane]:
                 connect(plane.admin, manager="bench") as client,
                 running_nodes(client, specs, where / "pods", images=images, pod_range=range_),
             ):
-                await apply_crds(client, [assets.crds, ROOT / "manifests" / "crds"])
+                await apply_crds(client, [assets.crd_directory, ROOT / "manifests" / "crds"])
                 await _apply(plane, assets, gateway_range(range_))
                 yield plane
         finally:

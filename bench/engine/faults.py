@@ -117,7 +117,7 @@ class FaultPlan:
             case FailLoads():
                 self._loads = fault
 
-    def next_load(self) -> FailLoads | None:
+    def next_load_fault(self) -> FailLoads | None:
         """How to fail or delay this load of an adapter; None: load it."""
         fault = self._loads
         if not fault.times:
@@ -125,7 +125,7 @@ class FaultPlan:
         self._loads = msgspec.structs.replace(fault, times=fault.times - 1)
         return fault
 
-    def next_status(self) -> int | None:
+    def next_error_status(self) -> int | None:
         """The HTTP status to answer this request with; None: serve it."""
         fault = self._unavailable
         self._asked += 1

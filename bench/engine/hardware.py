@@ -119,7 +119,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     bytes_per_parameter: float = BYTES_PER_VALUE
 
     @property
-    def active(self) -> float:
+    def active_parameter_count(self) -> float:
         """Parameters that compute a token."""
         return self.parameters if self.active_parameters is None else self.active_parameters
 

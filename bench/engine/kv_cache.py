@@ -83,16 +83,16 @@ class BlockPool:
         self._known: dict[int, int] = {}
 
     @property
-    def free(self) -> int:
+    def free_blocks(self) -> int:
         """Blocks that no request holds."""
         return len(self._free)
 
     @property
-    def in_use(self) -> int:
+    def blocks_in_use(self) -> int:
         """Blocks that some request holds."""
         return self.total - len(self._free)
 
-    def match(self, hashes: Sequence[int]) -> list[int]:
+    def match_prefix(self, hashes: Sequence[int]) -> list[int]:
         """The blocks of the longest cached prefix of ``hashes``."""
         found: list[int] = []
         for block_hash in hashes:

@@ -91,7 +91,7 @@ class TransferFields(msgspec.Struct, frozen=True):
     request_id: str = ""
 
     @property
-    def ids(self) -> list[str]:
+    def sglang_request_ids(self) -> list[str]:
         """SGLang's, of each prompt."""
         return self.rid if isinstance(self.rid, list) else [self.rid or self.request_id]
 

@@ -63,7 +63,7 @@ class KvEventPublisher:
         """Do not send the next ``count`` messages; they can still be replayed."""
         self._drops += count
 
-    def publish_before_anybody_listens(self, payload: bytes) -> None:
+    def store_for_replay_only(self, payload: bytes) -> None:
         """Store a message with any content for replay requests; subscribers do not get it."""
         self._sent.append((self._next, payload))
         self._next += 1

@@ -187,7 +187,7 @@ class KvExchange:
         """Its prefill engines write one token of an answer, whatever the request says."""
         return self._config.kv_connector in {"SGLang", "TensorRT-LLM"}
 
-    def plans(self, body: bytes, request_id: str) -> list[Plan]:
+    def transfer_plans(self, body: bytes, request_id: str) -> list[Plan]:
         """What a request is, or each of its prompts. Raises msgspec.DecodeError. ``request_id``: of its header; empty:
         that of its body.
         """
@@ -365,13 +365,13 @@ class KvExchange:
                 self._fail(request, TransferFailed(f"the KV cache of {plan.key} did not come: {error}"))
             return
         if answered.found:
-            self._metrics.transferred(size, self._now_s - began_at_s)
+            self._metrics.count_transfer(size, self._now_s - began_at_s)
             request.cached_tokens = answered.cached_tokens
             self._loaded(request, missing)
         elif self._is_pull:
             # what is read are the blocks of others, and nobody notices
             request.corrupt_answer()
-            self._metrics.transferred(size, self._now_s - began_at_s)
+            self._metrics.count_transfer(size, self._now_s - began_at_s)
             self._loaded(request, missing)
         elif self._config.kv_connector in WAIT_S:
             self._metrics.failed_transfers.inc()

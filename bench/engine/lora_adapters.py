@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 from aiohttp import web
 
-from bench.engine.formats import error_response
+from bench.engine.api_formats import error_response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -157,7 +157,7 @@ class AdapterRoutes:
 
     async def _loaded(self, body: _Load) -> web.Response:
         name = body.lora_name
-        fault = self._faults.next_load()
+        fault = self._faults.next_load_fault()
         if fault is not None and fault.after_s:
             await asyncio.sleep(fault.after_s)
         if fault is not None and fault.status:

@@ -80,13 +80,13 @@ class TransferMetrics:
         ]
         self.failed_transfers, self.expired, self.late_notifications = counters
 
-    def transferred(self, size: float, seconds: float) -> None:
+    def count_transfer(self, size: float, seconds: float) -> None:
         """A transfer of ``size`` bytes has ended at the decode engine."""
         self._seconds.observe(seconds)
         self._bytes.observe(size)
 
 
-class Observation:
+class RequestTimer:
     """Times of one answer, in engine seconds, into the metrics."""
 
     def __init__(self, metrics: ServerMetrics, request: Request, speed: float) -> None:
@@ -123,7 +123,7 @@ class _SchedulerCollector(Collector):
         scheduler, pool, counted = self._scheduler, self._scheduler.pool, self._scheduler.counters
         yield self._gauge("vllm:num_requests_running", "Requests in the batch.", len(scheduler.running))
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", len(scheduler.waiting))
-        usage = 1 - pool.free / pool.total
+        usage = 1 - pool.free_blocks / pool.total
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
         yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", counted.queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", counted.hits)

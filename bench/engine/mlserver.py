@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SETTINGS: Final = "model-settings.json"
 
 
-class RepositoryServer:
+class FakeMlServer:
     """``ready``: the models that are loaded. ``loads``: how often each was. ``most``: the most that were loaded at a
     time. ``cut``: how often a model with requests was unloaded. ``load_s`` and ``infer_s``: how long these take.
     """
@@ -138,7 +138,7 @@ class RepositoryServer:
 
 
 async def _serve(environment: dict[str, str]) -> None:
-    server = RepositoryServer(Path(environment.get("MODELS_DIR", ".")))
+    server = FakeMlServer(Path(environment.get("MODELS_DIR", ".")))
     if environment.get("MLSERVER_LOAD_MODELS_AT_STARTUP", "true") != "false":
         server.load_all()
     ports = [int(environment.get(f"MLSERVER_{name}_PORT", 0)) for name in ("HTTP", "METRICS")]

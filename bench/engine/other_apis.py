@@ -13,8 +13,8 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from bench.engine.api_formats import GenerationJob, TokenId, error_response
 from bench.engine.fake_tokenizer import Message, render_chat, tokens_of
-from bench.engine.formats import GenerationJob, TokenId, error_response
 from bench.engine.request import Request
 from extproc.wire_protocol import Api
 

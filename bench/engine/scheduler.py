@@ -150,7 +150,7 @@ class Scheduler:
 
     def _has_blocks(self, step: EngineStep, count: int) -> bool:
         missing = sum(self._blocks_for(request.computed + count) - len(request.blocks) for request, _ in step.parts)
-        return missing <= self.pool.free
+        return missing <= self.pool.free_blocks
 
     def end_step(self, step: EngineStep) -> list[Token]:
         """Account for a step that has been computed, and return its tokens. Requests aborted meanwhile are skipped."""
@@ -232,7 +232,7 @@ class Scheduler:
             return min(request.tokens - request.computed, budget)
         # the last token is always computed: the answer begins with its logits
         usable = (request.tokens - 1) // self.limits.block_size
-        shared = self.pool.match(request.text.hashes[:usable])
+        shared = self.pool.match_prefix(request.text.hashes[:usable])
         cached = len(shared) * self.limits.block_size
         count = request.tokens - cached if request.is_remote else min(request.tokens - cached, budget)
         blocks = self.pool.allocate(shared, self._blocks_for(cached + count) - len(shared))

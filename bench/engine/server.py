@@ -17,9 +17,7 @@ from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from bench.engine.fake_tokenizer import count_tokens
-from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall, serve_bad_answer
-from bench.engine.formats import (
+from bench.engine.api_formats import (
     ChatFormat,
     ChatRequest,
     CompletionFormat,
@@ -42,17 +40,19 @@ from bench.engine.formats import (
     sglang_chat_job,
     with_anthropic_errors,
 )
+from bench.engine.fake_tokenizer import count_tokens
+from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall, serve_bad_answer
 from bench.engine.hardware import API_S, Hardware
 from bench.engine.kv_cache import CacheJournal
 from bench.engine.kv_connectors import ExportPlan, FieldsInvalid, Plan, TransferFields
 from bench.engine.kv_event_publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.kv_exchange import ExchangeSettings, KvExchange, TransferFailed
 from bench.engine.lora_adapters import AdapterLimits, AdapterRoutes, Adapters
-from bench.engine.metrics import Observation, ServerMetrics, TransferMetrics
+from bench.engine.metrics import RequestTimer, ServerMetrics, TransferMetrics
 from bench.engine.other_apis import POOLING, PoolingApi, audio_handlers, token_handlers
 from bench.engine.request import Request
 from bench.engine.scheduler import EngineLimits, Scheduler
-from bench.engine.step_time import Roofline
+from bench.engine.step_time import RooflineStepTime
 from bench.engine.structured_outputs import write_answer
 from bench.engine.tensor_api import TensorRoutes
 from extproc.api.addresses import join_host_port
@@ -89,7 +89,7 @@ class EngineDriver:
         self.exchange: KvExchange | None = None
         self._publisher = publisher
         self._journal = CacheJournal() if publisher is not None else None
-        self.scheduler = Scheduler(Roofline(hardware), limits, self._journal)
+        self.scheduler = Scheduler(RooflineStepTime(hardware), limits, self._journal)
         self.block_size = limits.block_size
         self.speed = speed
         self._rng = random.Random(seed)
@@ -271,7 +271,7 @@ class EngineServer:
                 web.post("/faults", self._fault),
                 web.post("/abort_request", self._abort),
                 *self._adapter_routes.routes,
-                *TensorRoutes(self._serves, self._faults.next_status).routes,
+                *TensorRoutes(self._serves, self._faults.next_error_status).routes,
             ]
         )
         # a client that disconnects cancels its handler, and with it the request in the engine running requests end with
@@ -322,7 +322,7 @@ class EngineServer:
         decoder = msgspec.json.Decoder(kind)
 
         async def handle(http: web.Request) -> web.StreamResponse:
-            status = self._faults.next_status()
+            status = self._faults.next_error_status()
             if status is not None:
                 return _error(status, "The engine is asked to fail.", "service_unavailable_error")
             illness = self._faults.next_bad_answer()
@@ -355,7 +355,7 @@ class EngineServer:
             return [], job
         # vLLM's responses have an id of their own, whatever the header says
         is_response = http.path in Api.RESPONSES.spec.paths
-        plans = self._exchange.plans(body, "" if is_response else http.headers.get("x-request-id", ""))
+        plans = self._exchange.transfer_plans(body, "" if is_response else http.headers.get("x-request-id", ""))
         if len(plans) > 1 and (len(plans) != len(job.prompts) or job.choices > 1):
             msg = "there are as many rooms as prompts, with one answer to each."
             raise FieldsInvalid(msg)
@@ -372,7 +372,9 @@ class EngineServer:
         paired = requests[: len(plans)]
         for request, plan in zip(paired, plans, strict=True):
             self._exchange.register(request, plan)
-        for request, rid in zip(paired, msgspec.json.decode(body, type=TransferFields).ids, strict=False):
+        for request, rid in zip(
+            paired, msgspec.json.decode(body, type=TransferFields).sglang_request_ids, strict=False
+        ):
             self._rids[request.key] = (rid, request)
         try:
             yield
@@ -467,7 +469,7 @@ class EngineServer:
         cut_after = self._faults.next_cut()
         with contextlib.ExitStack() as observations:
             observe = {
-                request.key: observations.enter_context(Observation(self._metrics, request, self._settings.speed))
+                request.key: observations.enter_context(RequestTimer(self._metrics, request, self._settings.speed))
                 for request in requests
             }
             async with contextlib.aclosing(self._driver.generate(requests)) as tokens:
@@ -496,7 +498,7 @@ class EngineServer:
 
     async def _compute(self, job: GenerationJob) -> Request | web.Response:
         """The whole job at once, or a refusal."""
-        status = self._faults.next_status()
+        status = self._faults.next_error_status()
         if status is not None:
             return _error(status, "The engine is asked to fail.", "service_unavailable_error")
         if (refused := self._refuse(job)) is not None:
@@ -509,7 +511,7 @@ class EngineServer:
     async def _abort(self, http: web.Request) -> web.Response:
         """SGLang's: the requests whose id begins with that of the body end with an error."""
         try:
-            ids = msgspec.json.decode(await http.read(), type=TransferFields).ids
+            ids = msgspec.json.decode(await http.read(), type=TransferFields).sglang_request_ids
         except msgspec.DecodeError as error:
             return _error(400, str(error), "BadRequestError")
         for known, request in list(self._rids.values()):

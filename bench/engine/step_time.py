@@ -70,7 +70,7 @@ class StepTime(Protocol):
         ...
 
 
-class Roofline:
+class RooflineStepTime:
     """``max(GEMM, weights) + prefill attention + KV reads + all-reduces + overheads``.
 
     Matrix products and the streaming of weights overlap (roofline: Williams et al., 2009); attention kernels run
@@ -83,7 +83,7 @@ class Roofline:
         self._hardware: Final = hardware
         gpu = hardware.gpu
         efficiency = MOE_GEMM if shape.experts else gpu.prefill_gemm
-        self._token_s = 2 * shape.active / (hardware.flops * efficiency)
+        self._token_s = 2 * shape.active_parameter_count / (hardware.flops * efficiency)
         self._pair_s = 4 * shape.layers * shape.heads * shape.head_dim / (hardware.flops * PREFILL_ATTENTION)
         self._read_s = shape.kv_bytes_per_token / (hardware.bandwidth * gpu.kv_reading)
         self._byte_s = 1 / (hardware.bandwidth * gpu.weight_streaming)
@@ -119,7 +119,7 @@ class Roofline:
 def step_seconds(hardware: Hardware, parts: Iterable[StepWork]) -> float:
     """The duration of a step on ``hardware`` by the roofline."""
 
-    return Roofline(hardware).seconds(step_batch(parts))
+    return RooflineStepTime(hardware).seconds(step_batch(parts))
 
 
 def prefill_s(

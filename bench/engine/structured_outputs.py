@@ -42,7 +42,7 @@ _FORMATS: Final = {
 }
 
 
-class OutputStructure(msgspec.Struct, frozen=True):
+class OutputConstraint(msgspec.Struct, frozen=True):
     """What an answer must be. ``schema``: of its JSON; None: any object. ``function``: that it calls with this JSON;
     empty: none. ``reason``: why it ends, unless it is cut.
     """
@@ -59,7 +59,7 @@ class StructuredOutput(msgspec.Struct, frozen=True):
     reason: FinishReason
 
 
-def write_answer(structure: OutputStructure | None, tokens: int, rng: random.Random) -> StructuredOutput:
+def write_answer(structure: OutputConstraint | None, tokens: int, rng: random.Random) -> StructuredOutput:
     """An answer of at most ``tokens`` tokens; without a ``structure`` it has so many. Raises StructureInvalid."""
     if structure is None:
         return StructuredOutput(answer_text(rng, tokens), "length")
@@ -73,7 +73,7 @@ def write_answer(structure: OutputStructure | None, tokens: int, rng: random.Ran
     return StructuredOutput(padded[: tokens * BYTES_PER_TOKEN], "length" if is_cut else structure.reason)
 
 
-def json_structure(asked: Mapping[str, Any] | None) -> OutputStructure | None:
+def json_structure(asked: Mapping[str, Any] | None) -> OutputConstraint | None:
     """Of ``response_format`` of chats and completions, ``text.format`` of responses, ``output_config.format`` of
     messages; None: any text. Raises StructureInvalid.
     """
@@ -81,19 +81,19 @@ def json_structure(asked: Mapping[str, Any] | None) -> OutputStructure | None:
     if asked is None or kind == "text":
         return None
     if kind == "json_object":
-        return OutputStructure()
+        return OutputConstraint()
     if kind != "json_schema":
         raise StructureInvalid(f"there is no format '{kind}'; write text, json_object or json_schema")
     holder = asked.get("json_schema", asked)
     schema = holder.get("schema") if isinstance(holder, dict) else None
     if schema is None:
         raise StructureInvalid("json_schema needs a schema")
-    return OutputStructure(schema)
+    return OutputConstraint(schema)
 
 
 def forced_tool_call(
     functions: Mapping[str, Any], name: str | None, *, reason: FinishReason = "tool_calls"
-) -> OutputStructure:
+) -> OutputConstraint:
     """``functions``: schemas of their arguments by name. ``name``: of the one to call; None: the first one. Raises
     StructureInvalid.
     """
@@ -102,7 +102,7 @@ def forced_tool_call(
     chosen = next(iter(functions)) if name is None else name
     if chosen not in functions:
         raise StructureInvalid(f"tool_choice: there is no tool '{chosen}'")
-    return OutputStructure(functions[chosen] or {"type": "object"}, chosen, reason)
+    return OutputConstraint(functions[chosen] or {"type": "object"}, chosen, reason)
 
 
 class StructureInvalid(msgspec.ValidationError):

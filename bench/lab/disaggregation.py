@@ -16,9 +16,9 @@ import msgspec
 
 from bench.lab.export import pool_measures
 from bench.lab.measures import LatencyObjective
-from bench.lab.runner import run_all
 from bench.lab.trial import Trial, TrialConditions
-from bench.reporting.pages import Table
+from bench.lab.trial_runner import run_trials
+from bench.reporting.report_elements import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -64,10 +64,10 @@ class _Cell(msgspec.Struct, frozen=True):
     network: str
 
 
-def pairs_lab(traces: Sequence[PlayedTrace], out: Path, console: Console, *, jobs: int) -> list[Table]:
+def run_pairs_lab(traces: Sequence[PlayedTrace], out: Path, console: Console, *, jobs: int) -> list[Table]:
     """A table for each objective. Raises TraceInvalid, ConfigInvalid or HardwareUnknown."""
     trials = list(dict.fromkeys(trial for _, trial in _trials(traces)))
-    reports = dict(zip(map(_name, trials), run_all(trials, out / "runs", console, jobs=jobs), strict=True))
+    reports = dict(zip(map(_name, trials), run_trials(trials, out / "runs", console, jobs=jobs), strict=True))
     cells: dict[_Cell, dict[str, list[TrialReport]]] = {}
     for cell, trial in _trials(traces):
         cells.setdefault(cell, {}).setdefault(trial.policy, []).append(reports[_name(trial)])

@@ -12,10 +12,10 @@ import msgspec
 
 from bench.lab.measures import LatencyObjective, Measures, measure
 from bench.lab.policies.policy_file import policy_file
-from bench.lab.runner import code_digest, condition_files, digests
 from bench.lab.trial import TrialConditions
-from bench.reporting.pages import Provenance, Table, provenance
-from bench.reporting.results import Distribution, Interval, ratio_interval, windows
+from bench.lab.trial_runner import code_digest, condition_files, file_digests
+from bench.reporting.report_elements import Provenance, Table, provenance
+from bench.reporting.request_results import ConfidenceInterval, Distribution, ratio_interval, split_into_windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,7 +65,7 @@ class ConditionGroup(msgspec.Struct, frozen=True):
     policies: dict[str, Measures]
 
 
-class Results(msgspec.Struct, frozen=True):
+class ReplayResults(msgspec.Struct, frozen=True):
     """What a replay writes. ``groups``: one for each set of conditions, as its tables."""
 
     objective: LatencyObjective
@@ -74,24 +74,26 @@ class Results(msgspec.Struct, frozen=True):
     made_by: Provenance | None = None
 
 
-def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, command: str) -> Results:
+def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, command: str) -> ReplayResults:
     """All reports of a replay as one value. ``command``: which made them."""
-    return Results(
+    return ReplayResults(
         objective=objective,
         trials=[_trial(report, objective) for report in reports],
         groups=[
-            ConditionGroup(words, {policy: pool_measures(some, objective) for policy, some in by_policy(found).items()})
-            for words, found in by_conditions(reports).items()
+            ConditionGroup(
+                words, {policy: pool_measures(some, objective) for policy, some in group_by_policy(found).items()}
+            )
+            for words, found in group_by_conditions(reports).items()
         ],
         made_by=provenance(
             command,
             versions={"code": code_digest()},
-            files=digests(str(policy_file(policy) or policy) for policy in by_policy(reports)),
+            files=file_digests(str(policy_file(policy) or policy) for policy in group_by_policy(reports)),
         ),
     )
 
 
-def by_conditions(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
+def group_by_conditions(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
     """Reports that differ in their policies and seeds alone, by a text with the conditions that differ between the
     groups.
     """
@@ -116,10 +118,14 @@ def _words(reports: Sequence[TrialReport]) -> str:
 
 def ttft_blocks(reports: Sequence[TrialReport]) -> list[Sequence[float]]:
     """The TTFTs of good answers in windows, from which intervals are drawn."""
-    return [window for report in reports for window in windows([row.ttft_s for row in report.rows if not row.error])]
+    return [
+        window
+        for report in reports
+        for window in split_into_windows([row.ttft_s for row in report.rows if not row.error])
+    ]
 
 
-def by_policy(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
+def group_by_policy(reports: Sequence[TrialReport]) -> dict[str, list[TrialReport]]:
     """The reports of each policy."""
     grouped: dict[str, list[TrialReport]] = defaultdict(list)
     for report in reports:
@@ -158,13 +164,13 @@ def _columns(rows: Sequence[RequestRow]) -> RequestColumns:
     )
 
 
-def write_json(results: Results, file: Path) -> None:
+def write_json(results: ReplayResults, file: Path) -> None:
     """Write all results to ``file``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(msgspec.json.encode(results))
 
 
-def write_csv(results: Results, file: Path) -> None:
+def write_csv(results: ReplayResults, file: Path) -> None:
     """Write a line for each trial to ``file``."""
 
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +201,7 @@ class Difference(msgspec.Struct, frozen=True):
     name: str
     first: float
     second: float
-    change: Interval
+    change: ConfidenceInterval
 
 
 def read_policy_trials(name: str) -> list[TrialResult]:
@@ -205,7 +211,7 @@ def read_policy_trials(name: str) -> list[TrialResult]:
     """
     file, _, policy = name.partition(":") if not Path(name).exists() else (name, "", "")
     try:
-        results = msgspec.json.decode(Path(file).read_bytes(), type=Results)
+        results = msgspec.json.decode(Path(file).read_bytes(), type=ReplayResults)
     except (OSError, msgspec.DecodeError) as error:
         msg = f"{file}: cannot be read as the JSON of a replay: {error}"
         raise NotComparable(msg) from None
@@ -219,7 +225,7 @@ def read_policy_trials(name: str) -> list[TrialResult]:
     return found
 
 
-def compare(first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list[Difference]:
+def compare_trials(first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list[Difference]:
     """Differences between trials under the same conditions, request by request. Raises NotComparable.
 
     Trials that only one side has are left out, and so are requests that failed on either side.
@@ -239,8 +245,8 @@ def compare(first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list
         theirs: list[Sequence[float]] = []
         for one, other in pairs:
             left, right = _paired(one, other, column)
-            ours += windows(left)
-            theirs += windows(right)
+            ours += split_into_windows(left)
+            theirs += split_into_windows(right)
         count = sum(map(len, ours)) or 1
         means = sum(map(sum, ours)) / count, sum(map(sum, theirs)) / count
         found.append(Difference(name, *means, ratio_interval(theirs, ours)))
@@ -260,7 +266,9 @@ def _paired(
     return [left for left, _ in both], [right for _, right in both]
 
 
-def tables(names: tuple[str, str], first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list[Table]:
+def comparison_tables(
+    names: tuple[str, str], first: Sequence[TrialResult], second: Sequence[TrialResult]
+) -> list[Table]:
     """One for each set of conditions, and one of all together, with that in its title. Raises NotComparable.
 
     ``names``: what the two sides are called in headings, as ``read_policy_trials`` takes them.
@@ -273,12 +281,16 @@ def tables(names: tuple[str, str], first: Sequence[TrialResult], second: Sequenc
     headings = ["mean", *_distinct_names(names, first[0].policy, second[0].policy), "change", "95% interval"]
     paired = "paired by request; intervals of 95% over windows of the traces and seeds"
     made = [
-        Table(f"{_difference_words(key, found)}; {paired}", headings, [_cells(row) for row in compare(found, second)])
+        Table(
+            f"{_difference_words(key, found)}; {paired}",
+            headings,
+            [_cells(row) for row in compare_trials(found, second)],
+        )
         for key, found in both.items()
         if len(both) > 1
     ]
     together = f"{len(both)} sets of conditions together, {_rates(both)}; " if len(both) > 1 else ""
-    return [*made, Table(f"{together}{paired}", headings, [_cells(row) for row in compare(first, second)])]
+    return [*made, Table(f"{together}{paired}", headings, [_cells(row) for row in compare_trials(first, second)])]
 
 
 def _difference_words(key: TrialConditions, trials: Sequence[TrialResult]) -> str:

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
-from bench.reporting.pages import Table, figure, log_axis, plot_cumulative, provenance
-from bench.reporting.results import cached_token_ratio, distribution, ttfts_s
+from bench.reporting.report_elements import Table, figure, plot_cumulative, provenance, use_log_x_axis
+from bench.reporting.request_results import cached_token_ratio, distribution, ttfts_s
 from bench.stack.stack import documents
 from bench.virtual.engines import addresses, roofline_engine
 from bench.virtual.simulation import Simulation
@@ -30,8 +30,8 @@ from extproc.wire_protocol import DEADLINE_MS, OBJECTIVES, TENANT
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bench.reporting.pages import Provenance
-    from bench.reporting.results import RequestResult
+    from bench.reporting.report_elements import Provenance
+    from bench.reporting.request_results import RequestResult
     from bench.virtual.observers import TokenObserver
     from bench.workload.sessions import TextPiece
     from extproc.core.effects import Decision
@@ -193,7 +193,7 @@ class ServiceObserver:
         self._running = 0
 
     @property
-    def bound(self) -> float:
+    def service_gap_bound(self) -> float:
         """Theorem 4.4 of VTC: ``2 max(w_p L_input, w_q M)``, of the run's largest input and batch."""
         return 2 * max(INPUT_WEIGHT * self.longest_input, OUTPUT_WEIGHT * self.most_tokens_running)
 
@@ -293,7 +293,7 @@ def measure_flood(
     return found
 
 
-class OrderResult(msgspec.Struct, frozen=True):
+class QueueOrderResult(msgspec.Struct, frozen=True):
     """Under one order. ``missed``: the share of deadlines that were missed, 0 to 1."""
 
     order: str
@@ -302,7 +302,7 @@ class OrderResult(msgspec.Struct, frozen=True):
     longest_ttft_s: float
 
 
-def measure_orders(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[OrderResult]:
+def measure_queue_orders(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> list[QueueOrderResult]:
     """One tenant overloads the engines for a while; deadlines of first tokens are 1 to 20 s after arrival."""
     lengths = LengthRanges((500, 12_000), (20, 60))
     workload = tenant_workload(
@@ -315,7 +315,7 @@ def measure_orders(*, rate: float, duration_s: float, engines: int, seed: int = 
         missed = [one.ttft_s > deadlines_s[one.due_at_s] for one in results]
         ttfts = ttfts_s(results)
         found.append(
-            OrderResult(
+            QueueOrderResult(
                 order=name,
                 missed=sum(missed) / len(missed),
                 mean_ttft_s=sum(ttfts) / len(ttfts),
@@ -405,7 +405,7 @@ def measure_service_gap(
     for policy, control in policies.items():
         service = ServiceObserver(with_history=True)
         run_workload(workload, control, engines=1, seed=seed, token_observer=service, kv_blocks=kv_blocks)
-        found.append(ServiceGapResult(policy, service.widest, service.bound, service.history))
+        found.append(ServiceGapResult(policy, service.widest, service.service_gap_bound, service.history))
     return found
 
 
@@ -415,7 +415,7 @@ class FairnessReport(msgspec.Struct, frozen=True):
     busy: list[FloodResult]
     quiet: list[FloodResult]
     service_gap: list[ServiceGapResult]
-    orders: list[OrderResult]
+    orders: list[QueueOrderResult]
     shares: SharesResult
     locality: list[LocalityResult]
 
@@ -491,7 +491,7 @@ def _plot(report: FairnessReport, file: Path) -> None:
                 )
             axes.set(title=f"tenants that do not flood, {name}: answers within a TTFT")
             axes.set(xlabel="time to first token, s", ylabel="share of answers")
-            log_axis(axes)
+            use_log_x_axis(axes)
         for run in report.service_gap:
             for (name, history), style in zip(sorted(run.history.items()), _STYLES, strict=False):
                 instants_s, served = zip(*(one for one in history if one[0] <= _SHOWN_S), strict=True)
@@ -514,7 +514,7 @@ def measure(seed: int) -> FairnessReport:
         busy=measure_flood(rate=3.2, duration_s=40, engines=4, policies=FLOOD_POLICIES, seed=seed),
         quiet=measure_flood(rate=2.9, duration_s=40, engines=8, policies=FLOOD_POLICIES, seed=seed),
         service_gap=measure_service_gap(backlogged, policies={"FCFS": FCFS, "VTC": VTC}, seed=seed),
-        orders=measure_orders(rate=13, duration_s=40, engines=2, seed=seed),
+        orders=measure_queue_orders(rate=13, duration_s=40, engines=2, seed=seed),
         shares=measure_shares(rate=45, duration_s=20, engines=2, seed=seed),
         locality=measure_locality(rate=3, duration_s=30, engines=2, seed=seed),
     )

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.lab.export import by_conditions, by_policy, ttft_blocks
-from bench.reporting.pages import Table, figure, log_axis
-from bench.reporting.results import Interval, mean_interval
+from bench.lab.export import group_by_conditions, group_by_policy, ttft_blocks
+from bench.reporting.report_elements import Table, figure, use_log_x_axis
+from bench.reporting.request_results import ConfidenceInterval, mean_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from bench.lab.trial import TrialConditions, TrialReport
-    from bench.reporting.pages import Provenance
+    from bench.reporting.report_elements import Provenance
 
 _COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
 _MARKERS: Final = "os^DvPX*"
@@ -45,7 +45,7 @@ class Sweep(msgspec.Struct, frozen=True):
 
     title: str
     rates: Sequence[float]
-    ttft_s: Mapping[str, Sequence[Interval | None]]
+    ttft_s: Mapping[str, Sequence[ConfidenceInterval | None]]
 
     def table(self) -> Table:
         """A row for each policy, a column for each rate."""
@@ -54,7 +54,7 @@ class Sweep(msgspec.Struct, frozen=True):
         return Table(title, headings, [[policy, *map(_cell, found)] for policy, found in self.ttft_s.items()])
 
 
-def _cell(found: Interval | None) -> str:
+def _cell(found: ConfidenceInterval | None) -> str:
     return "none" if found is None else f"{found.value:.3g} ({found.low:.3g} to {found.high:.3g})"
 
 
@@ -70,7 +70,7 @@ def sweeps_of(reports: Sequence[TrialReport]) -> list[Sweep]:
 
 def _sweep(conditions: TrialConditions, found: Mapping[float, Sequence[TrialReport]]) -> Sweep:
     scales = sorted(found)
-    policies = {scale: by_policy(found[scale]) for scale in scales}
+    policies = {scale: group_by_policy(found[scale]) for scale in scales}
     names = dict.fromkeys(report.trial.policy for scale in scales for report in found[scale])
     workloads = {report.workload for report in found[scales[0]]}
     # what a generator makes has its seed in its name
@@ -93,7 +93,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found)
 
 
-def _ttft(reports: Sequence[TrialReport]) -> Interval | None:
+def _ttft(reports: Sequence[TrialReport]) -> ConfidenceInterval | None:
     blocks = ttft_blocks(reports)
     return mean_interval(blocks) if blocks else None
 
@@ -101,15 +101,15 @@ def _ttft(reports: Sequence[TrialReport]) -> Interval | None:
 def write_figures(reports: Sequence[TrialReport], folder: Path) -> list[Path]:
     """The files: of each sweep the TTFT against the rate, and of each set of conditions how TTFTs are distributed."""
     folder.mkdir(parents=True, exist_ok=True)
-    styles = _styles(list(by_policy(reports)))
+    styles = _styles(list(group_by_policy(reports)))
     written = []
     for sweep in sweeps_of(reports):
         files = _files(folder, f"ttft-by-rate {sweep.title}")
         _draw_sweep(sweep, files, styles)
         written += files
-    for words, found in by_conditions(reports).items():
+    for words, found in group_by_conditions(reports).items():
         files = _files(folder, f"ttft {words}")
-        _draw_distribution(by_policy(found), files, styles)
+        _draw_distribution(group_by_policy(found), files, styles)
         written += files
     return written
 
@@ -186,7 +186,7 @@ def _draw_distribution(
                 drawstyle="steps-post",
             )
         axes.set(xlabel="time to first token, s", ylabel="share of answers")
-        log_axis(axes)
+        use_log_x_axis(axes)
 
 
 def write_latex(tables: Iterable[Table], file: Path, origin: Provenance | None) -> None:

@@ -27,7 +27,7 @@ from extproc.api.spec import API_VERSION
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from bench.reporting.results import RequestResult
+    from bench.reporting.request_results import RequestResult
     from bench.workload.sessions import Workload
     from extproc.api.pricing import Price
     from extproc.api.snapshot import Snapshot
@@ -53,7 +53,7 @@ TIERS: Final[Mapping[str, GpuTier]] = MappingProxyType(
 )
 
 
-class Objective(msgspec.Struct, frozen=True):
+class LatencyObjective(msgspec.Struct, frozen=True):
     """In seconds."""
 
     ttft_s: float
@@ -64,8 +64,8 @@ class Objective(msgspec.Struct, frozen=True):
         return not one.error and one.ttft_s <= self.ttft_s and one.tpot_s <= self.tpot_s
 
 
-OBJECTIVES: Final[Mapping[str, Objective]] = MappingProxyType(
-    {"chat": Objective(1.0, 0.06), "premium": Objective(0.5, 0.025), "batch": Objective(60.0, 1.0)}
+OBJECTIVES: Final[Mapping[str, LatencyObjective]] = MappingProxyType(
+    {"chat": LatencyObjective(1.0, 0.06), "premium": LatencyObjective(0.5, 0.025), "batch": LatencyObjective(60.0, 1.0)}
 )
 _CLASSES: Final = [
     {"tenants": [name], "ttft": f"{one.ttft_s}s", "tpot": f"{one.tpot_s}s"} for name, one in OBJECTIVES.items()
@@ -81,7 +81,7 @@ POLICIES: Final[Mapping[str, Mapping[str, object]]] = MappingProxyType(
 )
 
 
-class Result(msgspec.Struct, frozen=True):
+class TierRunResult(msgspec.Struct, frozen=True):
     """``cost_micros``: of all answers. ``attainment``: the share of requests that met the objective, by tenant and of
     all (""). ``cheap``: the share of requests that the cheap tier served.
     """
@@ -130,7 +130,7 @@ def afternoon_workload(scale: float = 1.0, *, phase_s: float = 120.0, seed: int 
     return tenant_workload("afternoon", loads, seed=seed)
 
 
-def run_policy(policy: Mapping[str, object], workload: Workload, *, seed: int = 0) -> Result:
+def run_policy(policy: Mapping[str, object], workload: Workload, *, seed: int = 0) -> TierRunResult:
     """Under one policy."""
     snapshot = tier_snapshot(policy)
     kinds = {address: roofline_engine(PRESETS[tier.hardware]) for tier in TIERS.values() for address in tier.engines}
@@ -144,7 +144,7 @@ def run_policy(policy: Mapping[str, object], workload: Workload, *, seed: int = 
     return tier_result(results, prices)
 
 
-def tier_result(results: Sequence[RequestResult], prices: Mapping[str, Price]) -> Result:
+def tier_result(results: Sequence[RequestResult], prices: Mapping[str, Price]) -> TierRunResult:
     """``prices``: by engine."""
     cheap = set(TIERS["l40s"].engines)
     served = [one for one in results if not one.error]
@@ -153,7 +153,9 @@ def tier_result(results: Sequence[RequestResult], prices: Mapping[str, Price]) -
         for one in served
     )
     share = {name: _attainment(one for one in results if one.label == name) for name in OBJECTIVES}
-    return Result(cost, {"": _attainment(results), **share}, sum(one.engine in cheap for one in served) / len(served))
+    return TierRunResult(
+        cost, {"": _attainment(results), **share}, sum(one.engine in cheap for one in served) / len(served)
+    )
 
 
 def _attainment(results: Iterable[RequestResult]) -> float:

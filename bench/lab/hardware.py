@@ -29,7 +29,7 @@ from bench.engine.hardware import (
 from bench.engine.scheduler import EngineLimits
 from bench.engine.step_time import MockerStepTime
 from bench.virtual.engines import EngineKind, roofline_engine
-from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.quantities import Duration, decode_quantity
 from extproc.api.schema import check_shape
 from extproc.api.yaml_documents import parse_document, split_documents

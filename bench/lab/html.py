@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from bench.lab.export import by_conditions, by_policy, pool_measures, ttft_blocks
+from bench.lab.export import group_by_conditions, group_by_policy, pool_measures, ttft_blocks
 from bench.lab.measures import policy_table
-from bench.reporting.pages import figure, log_axis, plot_cumulative
-from bench.reporting.results import mean_interval
+from bench.reporting.report_elements import figure, plot_cumulative, use_log_x_axis
+from bench.reporting.request_results import mean_interval
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from bench.lab.export import Results
+    from bench.lab.export import ReplayResults
     from bench.lab.measures import LatencyObjective
     from bench.lab.trial import RequestRow, TrialReport
-    from bench.reporting.results import Interval
+    from bench.reporting.request_results import ConfidenceInterval
 
 _STYLE: Final = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:85em;margin:2em auto;padding:0 1em}"
@@ -36,11 +36,11 @@ _STYLE: Final = (
 _MANY: Final = 20
 
 
-def write_html(reports: Sequence[TrialReport], results: Results, file: Path) -> None:
+def write_html(reports: Sequence[TrialReport], results: ReplayResults, file: Path) -> None:
     """Write a section for each set of conditions, with all policies side by side."""
     objective = results.objective
-    colors = _colors(list(by_policy(reports)))
-    body = "".join(_section(name, found, objective, colors) for name, found in by_conditions(reports).items())
+    colors = _colors(list(group_by_policy(reports)))
+    body = "".join(_section(name, found, objective, colors) for name, found in group_by_conditions(reports).items())
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(
         f"<!doctype html><meta charset=utf-8><title>Policy lab</title><style>{_STYLE}</style><h1>Policy"
@@ -51,7 +51,7 @@ def write_html(reports: Sequence[TrialReport], results: Results, file: Path) -> 
     )
 
 
-def _origin(results: Results) -> str:
+def _origin(results: ReplayResults) -> str:
     if results.made_by is None:
         return ""
     files = {file: digest for trial in results.trials for file, digest in trial.files.items()} | results.made_by.files
@@ -68,14 +68,14 @@ def _colors(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _twenty(number: int) -> str:
-    from matplotlib import colormaps  # noqa: PLC0415 - as bench.reporting.pages does, which says why
+    from matplotlib import colormaps  # noqa: PLC0415 - as bench.reporting.report_elements does, which says why
     from matplotlib.colors import to_hex  # noqa: PLC0415
 
     return to_hex(colormaps["tab20"](number % _MANY))
 
 
 def _section(name: str, reports: Sequence[TrialReport], objective: LatencyObjective, colors: Mapping[str, str]) -> str:
-    policies = by_policy(reports)
+    policies = group_by_policy(reports)
     measures = {policy: pool_measures(found, objective) for policy, found in policies.items()}
     intervals = {policy: mean_interval(ttft_blocks(found)) for policy, found in policies.items()}
     table = policy_table(name, measures, intervals)
@@ -83,7 +83,9 @@ def _section(name: str, reports: Sequence[TrialReport], objective: LatencyObject
 
 
 def _plots(
-    policies: Mapping[str, Sequence[TrialReport]], intervals: Mapping[str, Interval], colors: Mapping[str, str]
+    policies: Mapping[str, Sequence[TrialReport]],
+    intervals: Mapping[str, ConfidenceInterval],
+    colors: Mapping[str, str],
 ) -> str:
     """Six plots as one image inside the page, and a seventh if sessions have labels."""
     rows = {policy: [row for one in found for row in one.rows if not row.error] for policy, found in policies.items()}
@@ -111,7 +113,7 @@ def _plots(
         within.set(title="throughput within a time to first token", ylim=(0, None))
         within.set(xlabel="time to first token, s", ylabel="answers within it, 1/s")
         for one in (ttft, tpot, within):
-            log_axis(one)
+            use_log_x_axis(one)
         means.set(title="mean time to first token, with 95% intervals", xlabel="mean time to first token, s")
         cached.set(title="prompt tokens from caches", xlabel="share of prompt tokens", xlim=(0, 1))
         balance.set(title="imbalance, until the last arrival", xlabel="time since the start, s")
@@ -153,7 +155,7 @@ def _bars(ax: Axes, values: Mapping[str, float], colors: Mapping[str, str]) -> N
     ax.invert_yaxis()
 
 
-def _means(ax: Axes, intervals: Mapping[str, Interval], colors: Mapping[str, str]) -> None:
+def _means(ax: Axes, intervals: Mapping[str, ConfidenceInterval], colors: Mapping[str, str]) -> None:
     for policy, one in intervals.items():
         low, high = max(0.0, one.value - one.low), max(0.0, one.high - one.value)
         ax.errorbar(one.value, policy, xerr=[[low], [high]], fmt="o", capsize=4, color=colors[policy])

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.lab.disaggregation import PlayedTrace, pairs_lab
+from bench.lab.disaggregation import PlayedTrace, run_pairs_lab
 from bench.lab.export import pool_measures, results_of, ttft_blocks, write_csv, write_json
 from bench.lab.figures import sweeps_of, write_figures, write_latex
 from bench.lab.html import write_html
 from bench.lab.measures import LatencyObjective, Measures
-from bench.lab.runner import run_all
 from bench.lab.trial import Trial, TrialConditions, check_trials
-from bench.reporting.pages import Table
-from bench.reporting.results import Interval, mean_interval, ratio_interval
+from bench.lab.trial_runner import run_trials
+from bench.reporting.report_elements import Table
+from bench.reporting.request_results import ConfidenceInterval, mean_interval, ratio_interval
 from bench.workload.traces import TraceInvalid
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ class PolicyResult(msgspec.Struct, frozen=True):
 
     policy: str
     measures: Measures
-    ttft_s: Interval
-    against: Interval
+    ttft_s: ConfidenceInterval
+    against: ConfidenceInterval
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +207,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     policies = options.policies.split(",")
     trials = [Trial(policy, one) for seeds in cells.values() for policy in policies for one in seeds]
     check_trials(trials)
-    reports = run_all(trials, options.out / "runs", console, jobs=options.jobs)
+    reports = run_trials(trials, options.out / "runs", console, jobs=options.jobs)
     found = dict(zip(map(_name, trials), reports, strict=True))
     objective = LatencyObjective()
     page = ["# The policy lab", "", *_preface(options), ""]
@@ -237,7 +237,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
 
 def _pairs(options: argparse.Namespace, directory: Path, console: Console) -> int:
     traces = [PlayedTrace(trace.name, _file(directory, trace), trace.skip) for trace in _TRACES]
-    tables = pairs_lab(traces, options.out, console, jobs=options.jobs)
+    tables = run_pairs_lab(traces, options.out, console, jobs=options.jobs)
     page = ["# Prefill and decode engines", ""]
     for table in tables:
         console.print(table.as_rich_table())

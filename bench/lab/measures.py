@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.reporting.pages import Table
-from bench.reporting.results import Distribution, distribution
+from bench.reporting.report_elements import Table
+from bench.reporting.request_results import Distribution, distribution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from bench.lab.trial import RequestRow
-    from bench.reporting.results import Interval
+    from bench.reporting.request_results import ConfidenceInterval
 
 # Seconds, unless a heading has a unit.
 COLUMNS: Final[Mapping[str, Callable[[Measures], str]]] = {
@@ -125,7 +125,7 @@ def _fairness(rows: Sequence[RequestRow]) -> float:
 def policy_table(
     title: str,
     policies: Mapping[str, Measures],
-    intervals: Mapping[str, Interval],
+    intervals: Mapping[str, ConfidenceInterval],
     *,
     columns: tuple[str, ...] = tuple(COLUMNS),
 ) -> Table:
@@ -141,5 +141,5 @@ def policy_table(
     return Table(title, ["policy", first, "95%", *others], rows)
 
 
-def _interval(found: Interval) -> str:
+def _interval(found: ConfidenceInterval) -> str:
     return f"{found.low:.3f} to {found.high:.3f}"

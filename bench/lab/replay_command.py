@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bench.engine.kv_transfer import NETWORKS
-from bench.lab.export import by_conditions, by_policy, pool_measures, results_of, ttft_blocks, write_csv, write_json
+from bench.lab.export import (
+    group_by_conditions,
+    group_by_policy,
+    pool_measures,
+    results_of,
+    ttft_blocks,
+    write_csv,
+    write_json,
+)
 from bench.lab.figures import sweeps_of, write_figures, write_latex
 from bench.lab.html import write_html
 from bench.lab.measures import NARROW, LatencyObjective, policy_table
 from bench.lab.policies.registry import POLICIES
-from bench.lab.runner import run_all
 from bench.lab.trial import Trial, TrialConditions, check_trials
-from bench.reporting.results import mean_interval
+from bench.lab.trial_runner import run_trials
+from bench.reporting.request_results import mean_interval
 from bench.workload.generators import GENERATORS
 from bench.workload.traces import FORMATS
 from extproc.api.quantities import Duration
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.lab.trial import TrialReport
-    from bench.reporting.pages import Table
+    from bench.reporting.report_elements import Table
 
 KEPT = Path("bench/out/lab")
 
@@ -129,7 +137,7 @@ def replay(options: argparse.Namespace, console: Console) -> int:
     for conditions in {trial.conditions.trace: trial.conditions for trial in trials}.values():
         conditions.workload()
     objective = LatencyObjective(float(Duration(options.slo_ttft)), float(Duration(options.slo_tpot)))
-    reports = run_all(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
+    reports = run_trials(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
     results = results_of(reports, objective, options.command_line)
     shown = [*tables(reports, objective), *(sweep.table() for sweep in sweeps_of(reports))]
     for one in shown:
@@ -204,8 +212,8 @@ def replay_trials(options: argparse.Namespace) -> list[Trial]:
 def tables(reports: Sequence[TrialReport], objective: LatencyObjective) -> list[Table]:
     """One for each set of conditions, all seeds together; the lowest mean TTFT first."""
     found = []
-    for words, group in by_conditions(reports).items():
-        policies = by_policy(group)
+    for words, group in group_by_conditions(reports).items():
+        policies = group_by_policy(group)
         measures = {name: pool_measures(some, objective) for name, some in policies.items()}
         ordered = dict(sorted(measures.items(), key=lambda item: item[1].ttft_s.mean))
         intervals = {name: mean_interval(ttft_blocks(some)) for name, some in policies.items()}

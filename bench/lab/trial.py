@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from bench.engine.request import Request
     from bench.engine.scheduler import Scheduler
-    from bench.reporting.results import RequestResult
+    from bench.reporting.request_results import RequestResult
     from bench.virtual.engines import EngineKind
     from bench.workload.sessions import Workload
     from extproc.api.snapshot import Snapshot
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _CHUNK: Final = 8192
 
 
-class LowerBound:
+class TtftLowerBound:
     """A RequestObserver. ``kind``: the fastest engine of the trial."""
 
     def __init__(self, kind: EngineKind) -> None:
@@ -176,7 +176,7 @@ class TrialReport(msgspec.Struct, frozen=True):
     wall_s: float
 
 
-def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
+def run_trial(trial: Trial, clock: Callable[[], float]) -> TrialReport:
     """Raises TraceInvalid, ConfigInvalid, HardwareUnknown or PolicyFailed. ``clock``: seconds of the wall clock."""
     conditions = trial.conditions
     kinds = engine_kinds(
@@ -190,7 +190,7 @@ def run(trial: Trial, clock: Callable[[], float]) -> TrialReport:
     policy = policy_named(trial.policy)(calibrate_engine(kinds[0]))
     workload = conditions.workload()
     picks = _FirstFailure(trial.policy, policy.picker)
-    lower_bound = LowerBound(max(kinds, key=lambda kind: calibrate_engine(kind).prefill_tokens_per_s))
+    lower_bound = TtftLowerBound(max(kinds, key=lambda kind: calibrate_engine(kind).prefill_tokens_per_s))
     simulation = Simulation(
         _snapshot(list(engines), conditions, policy, workload.adapters),
         engines,
@@ -277,7 +277,7 @@ def _snapshot(
     return load_snapshot({"lab.yaml": text.encode()})
 
 
-def _row(result: RequestResult, numbers: Mapping[str, int], lower_bound: LowerBound) -> RequestRow:
+def _row(result: RequestResult, numbers: Mapping[str, int], lower_bound: TtftLowerBound) -> RequestRow:
     return RequestRow(
         position=result.position,
         due_at_s=result.due_at_s,

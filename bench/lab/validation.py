@@ -27,9 +27,9 @@ from bench.engine.fake_tokenizer import answer_text
 from bench.engine.hardware import GPUS, LINKS, MODELS, NO_EXCHANGE, PER_REQUEST_S, PER_STEP_S, Hardware
 from bench.engine.request import Request, Token
 from bench.engine.scheduler import EngineLimits
-from bench.engine.step_time import Roofline, StepWork, step_seconds
-from bench.reporting.pages import Table
-from bench.reporting.results import Distribution, distribution
+from bench.engine.step_time import RooflineStepTime, StepWork, step_seconds
+from bench.reporting.report_elements import Table
+from bench.reporting.request_results import Distribution, distribution
 from bench.virtual.engines import EngineKind, VirtualEngine
 from bench.virtual.event_queue import EventQueue
 from bench.workload.sessions import text_of
@@ -92,7 +92,7 @@ class InterpolatedSurface:
         return InterpolatedCurve((x, curve.at(second)) for x, curve in self._curves.items()).at(first)
 
 
-class MeasuredKernels:
+class MeasuredStepTime:
     """A StepTime of measured kernels."""
 
     def __init__(self, directory: Path, name: str, layers: int = 32) -> None:
@@ -438,7 +438,7 @@ def _steps() -> Iterator[Finding]:
 def _published_run(run: PublishedRun, traces: Path) -> Iterator[Finding]:
     requests = read_requests(traces / f"vllm_run_{run.like.name}.requests.jsonl.gz")
     limits = msgspec.structs.replace(run.like.limits, num_gpu_blocks=run.kv_blocks)
-    found = simulate_latencies(requests, EngineKind(Roofline(run.hardware), limits))
+    found = simulate_latencies(requests, EngineKind(RooflineStepTime(run.hardware), limits))
     for what, seconds, measured in (
         ("TTFT", found.ttft_s.mean, run.ttft_s),
         ("TPOT", found.tpot_s.mean, run.tpot_s),
@@ -458,8 +458,10 @@ def _between(what: str, seconds: float, measured: tuple[float, float], *, band: 
 def _run(run: RecordedRun, traces: Path) -> Iterator[Finding]:
     requests = read_requests(traces / f"vllm_run_{run.name}.requests.jsonl.gz")
     measured = measured_latencies(requests)
-    kernels = simulate_latencies(requests, EngineKind(MeasuredKernels(traces, run.name), run.limits))
-    roofline = simulate_latencies(requests, EngineKind(Roofline(Hardware(MODELS["8b"], GPUS[run.gpu])), run.limits))
+    kernels = simulate_latencies(requests, EngineKind(MeasuredStepTime(traces, run.name), run.limits))
+    roofline = simulate_latencies(
+        requests, EngineKind(RooflineStepTime(Hardware(MODELS["8b"], GPUS[run.gpu])), run.limits)
+    )
     for number, (step_times, model) in enumerate((("measured kernels", kernels), ("roofline", roofline))):
         yield from _compared(f"vLLM on {run.gpu}, {step_times}", measured, model, band=number)
 

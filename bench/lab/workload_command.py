@@ -117,7 +117,7 @@ class _LruCache:
             held.popitem(last=False)
 
 
-def describe(options: argparse.Namespace, console: Console) -> int:
+def describe_workload(options: argparse.Namespace, console: Console) -> int:
     """Print them. Raises TraceInvalid."""
 
     conditions = TrialConditions(

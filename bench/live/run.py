@@ -24,22 +24,30 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from bench.engine.hardware import PRESETS
-from bench.live.client import LoadClient
-from bench.reporting.pages import Provenance, Table, figure, log_axis, plot_cumulative, provenance
-from bench.reporting.results import RequestResult, Summary, mean_interval, summarize, tpots_s, ttfts_s, windows
+from bench.live.load_client import LoadClient
+from bench.reporting.report_elements import Provenance, Table, figure, plot_cumulative, provenance, use_log_x_axis
+from bench.reporting.request_results import (
+    RequestResult,
+    Summary,
+    mean_interval,
+    split_into_windows,
+    summarize,
+    tpots_s,
+    ttfts_s,
+)
 from bench.stack.processes import StartFailed, busy_share, cpu_seconds, read_cpu_time
 from bench.stack.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
-from bench.workload.generators import Conversations, conversations
+from bench.workload.generators import Conversations, conversation_workload
 from bench.workload.sessions import Workload
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
-from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.llmd.picker_builder import picker_from_text
 from extproc.llmd.plugin_types import installed_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bench.reporting.results import Distribution
+    from bench.reporting.request_results import Distribution
 
 POLICIES = ("PrefixAware", "RoundRobin")
 # Above this the client, Envoy and the engines wait for processors, and times measure them rather than policies.
@@ -148,13 +156,13 @@ def _plot(comparison: Comparison, file: Path) -> None:
             served.bar(places, run.requests_by_engine, width, label=run.policy, color=color)
         for axes, what in ((ttft, "time to first token"), (tpot, "time per output token")):
             axes.set(title=f"{what}: answers within it", xlabel=f"{what}, ms", ylabel="share of answers")
-            log_axis(axes)
+            use_log_x_axis(axes)
         served.set(title="requests served by each engine", xlabel="engine", ylabel="requests")
         served.set_xticks(range(max((len(run.requests_by_engine) for run in comparison.runs), default=0)))
 
 
 def _interval(run: PolicyRun, speed: float) -> str:
-    found = mean_interval(windows(ttfts_s(run.results, speed=speed)))
+    found = mean_interval(split_into_windows(ttfts_s(run.results, speed=speed)))
     return f"{_ms(found.low)} to {_ms(found.high)}"
 
 
@@ -218,7 +226,7 @@ async def _compare(settings: ComparisonSettings, console: Console) -> Comparison
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[state]}"), console=console) as progress:
         for policy in settings.policies:
-            bar = progress.add_task(f"{policy}: starting", total=settings.workload.requests, state="")
+            bar = progress.add_task(f"{policy}: starting", total=settings.workload.request_count, state="")
             with tempfile.TemporaryDirectory(prefix="attache-run-") as directory:
                 picker = policy if policy in POLICIES else Path(policy)
                 async with running_stack(Path(directory), settings.flags, picker=picker) as stack:
@@ -331,7 +339,7 @@ def _read(arguments: list[str] | None, prog: str) -> ComparisonSettings:
         limit = 800 if options.limit is None else options.limit
         workload = read_trace(options.trace, Excerpt(options.skip or 0, limit))
     else:
-        workload = conversations(Conversations(), options.seed)
+        workload = conversation_workload(Conversations(), options.seed)
     flags = EngineFlags(
         count=options.engines,
         hardware=options.hardware,

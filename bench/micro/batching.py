@@ -26,7 +26,7 @@ from rich.console import Console
 from bench.micro.compared_servers import PortProbe
 from bench.micro.http_load import RequestLoad, WireRequest
 from bench.micro.overhead_figures import run_and_report
-from bench.reporting.results import nearest_rank
+from bench.reporting.request_results import nearest_rank
 from bench.stack.processes import Processes, busy_share, cpu_seconds, free_ports, read_cpu_time
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class _Engine:
         return web.json_response(self.calls)
 
 
-async def serve(port: int) -> None:
+async def serve_engine(port: int) -> None:
     """The engine, for ever."""
     engine, app = _Engine(), web.Application()
     app.router.add_post("/v1/models/m:predict", engine.predict)
@@ -182,7 +182,7 @@ async def measure(
     """By the number of clients, round by round."""
     instances = [[(number + at) % 10 / 4 for at in range(_FEATURES)] for number in range(64)]
     path = "/v1/models/m:predict"
-    prepared = [WireRequest(msgspec.json.encode({"instances": [one]}), path).on_wire() for one in instances]
+    prepared = [WireRequest(msgspec.json.encode({"instances": [one]}), path).wire_bytes() for one in instances]
     found = dict[int, list[dict[Way, BatchingLoad]]]()
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
         ports = await _start(processes)
@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("bench/out"), help="default: %(default)s")
     options = parser.parse_args()
     if options.serve is not None:
-        uvloop.run(serve(options.serve))
+        uvloop.run(serve_engine(options.serve))
         return 0
     measured = run(rounds=options.rounds)
     return run_and_report(measured, markdown, options.out / "batching", Console(highlight=False))

@@ -42,7 +42,7 @@ class _Event(ctypes.Structure):
     ]
 
 
-class Sampler:
+class StackSampler:
     """Counts the stacks that the main thread is in when its processor time has advanced by an interval."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def main() -> int:
     sampler, file = None, None
     if words[:1] == ["--samples"]:
         file, words = Path(words[1]), words[2:]
-        sampler = Sampler()
+        sampler = StackSampler()
         signal.signal(BEGIN, sampler.begin)
     try:
         status: int = importlib.import_module("extproc.__main__").main(words)

@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from bench.micro.baselines import SERVER
-from bench.micro.http_load import CHAT_PATH, RequestLoad, chat_requests, infer_path, tensor_calls, tensors
+from bench.micro.baseline_servers import SERVER
+from bench.micro.http_load import (
+    CHAT_PATH,
+    RequestLoad,
+    chat_requests,
+    grpc_tensor_requests,
+    infer_path,
+    tensor_requests,
+)
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import ALIAS, MODEL, ROOT, documents, envoy_command
 from controller.bundle.envoy.bundle import build_bundle
@@ -71,7 +78,7 @@ class MeasuredCase(msgspec.Struct, frozen=True):
 
     def requests(self, count: int) -> list[WireRequest]:
         """``count`` different ones."""
-        make = tensor_calls if self.by_call else tensors if self.by_path else chat_requests
+        make = grpc_tensor_requests if self.by_call else tensor_requests if self.by_path else chat_requests
         return make(self.prompt_bytes, count=count, model=self.model)
 
 
@@ -144,8 +151,8 @@ class ComparedServers:
         write_step(bundle, PublishStep(0, bundle_files(text, bundle, in_pieces=self._case.in_pieces)))
         words = ["--config", str(config), "--listen", address, "--metrics", f"127.0.0.1:{metrics}"]
         arguments = {
-            "no-op": ["bench.micro.baselines", "--listen", address],
-            "answering": ["bench.micro.baselines", "--listen", address, "--engines", ",".join(engines)],
+            "no-op": ["bench.micro.baseline_servers", "--listen", address],
+            "answering": ["bench.micro.baseline_servers", "--listen", address, "--engines", ",".join(engines)],
             **{name: [*module, *words] for name, module in self._extprocs.items()},
         }[name]
         pid, start_s = await self._start(name, [sys.executable, "-m", *arguments], PortProbe(grpc))
@@ -248,7 +255,9 @@ class GrpcProbe:
         """Whether it is now."""
         (request,) = self._case.requests(1)
         try:
-            await RequestLoad([request.on_wire()], connections=1, calls=True).run("127.0.0.1", self._port, seconds=0.0)
+            await RequestLoad([request.wire_bytes()], connections=1, calls=True).run(
+                "127.0.0.1", self._port, seconds=0.0
+            )
         except (RuntimeError, OSError, TimeoutError):
             return False
         return True

@@ -88,7 +88,7 @@ class GrpcCallLoad(Protocol):
     def on_response(self, taken_s: float, *, refused: bytes) -> bool:
         """Count an answer; whether the connection may send the next call."""
 
-    def closed(self) -> None:
+    def on_connection_closed(self) -> None:
         """Count a connection as closed."""
 
 
@@ -129,7 +129,7 @@ class GrpcConnection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         """Tell the load."""
-        self._load.closed()
+        self._load.on_connection_closed()
 
     def _take(self, kind: int, flags: int, payload: bytes) -> None:
         assert self._transport is not None

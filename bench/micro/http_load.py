@@ -36,7 +36,7 @@ class WireRequest(msgspec.Struct, frozen=True):
     path: str = CHAT_PATH
     is_call: bool = False
 
-    def on_wire(self, extra_headers: str = "") -> bytes:
+    def wire_bytes(self, extra_headers: str = "") -> bytes:
         """Head and body, or frames; ``extra_headers``: whole lines, each with its line end."""
         if self.is_call:
             return grpc_call_frames(self.path, self.body, extra_headers)
@@ -62,7 +62,7 @@ def infer_path(model: str) -> str:
     return f"/v2/models/{model}/infer"
 
 
-def tensors(size: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
+def tensor_requests(size: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
     """Requests of the Open Inference Protocol, each with one tensor of about ``size`` bytes of text."""
     made = []
     for number in range(count):
@@ -72,7 +72,7 @@ def tensors(size: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
     return made
 
 
-def tensor_calls(size: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
+def grpc_tensor_requests(size: int, *, count: int, model: str = ALIAS) -> list[WireRequest]:
     """The same as calls of gRPC, each with one tensor of ``size`` bytes."""
     tensor = _field(1, b"x") + _field(2, b"UINT8") + _field(3, _varint(size))
     head = _field(1, model.encode()) + _field(5, tensor)
@@ -117,7 +117,7 @@ class _LoadConnection(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, _: Exception | None) -> None:
-        self._load.closed()
+        self._load.on_connection_closed()
 
     def _send(self) -> None:
         assert self._transport is not None
@@ -177,7 +177,7 @@ class RequestLoad:
         self.taken_s.append(taken_s)
         return not self._is_over and not self._refused
 
-    def closed(self) -> None:
+    def on_connection_closed(self) -> None:
         """Count a connection as closed."""
         self._open -= 1
         if not self._open:

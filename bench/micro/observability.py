@@ -96,7 +96,7 @@ class RunningGateway(msgspec.Struct):
     cpu_us: dict[str, list[float]] = msgspec.field(default_factory=dict)
 
 
-async def start(
+async def start_variant(
     variant: GatewayVariant, engine: int, collector: int, processes: Processes, own: Path
 ) -> RunningGateway:
     """``attache serve`` with this variant, in the directory ``own``; ``collector``: the port where spans go."""
@@ -196,7 +196,7 @@ async def measure(one: RunningGateway, requests: list[bytes], at_once: int, seco
 
 async def run(variants: Sequence[GatewayVariant], rounds: int, seconds: float, at_once: int) -> list[RunningGateway]:
     """All variants, ``rounds`` times each after one that does not count, forwards and backwards in turn."""
-    requests = [one.on_wire(f"authorization: Bearer {TOKEN}\r\n") for one in chat_requests(2_000, count=64)]
+    requests = [one.wire_bytes(f"authorization: Bearer {TOKEN}\r\n") for one in chat_requests(2_000, count=64)]
     engine, collector = free_ports(2)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -205,7 +205,7 @@ async def run(variants: Sequence[GatewayVariant], rounds: int, seconds: float, a
                 "engine", (sys.executable, "-m", "bench.micro.instant_engine", "--ports", str(engine))
             )
             gateways = [
-                await start(one, engine, collector, processes, directory / f"serve-{number}")
+                await start_variant(one, engine, collector, processes, directory / f"serve-{number}")
                 for number, one in enumerate(variants)
             ]
             for number in range(rounds + 1):

@@ -10,7 +10,7 @@ import msgspec
 
 from bench.micro.compared_servers import ANSWER_BY_ENVOY, ComparedServers, MeasuredCase
 from bench.micro.http_load import RequestLoad
-from bench.reporting.results import nearest_rank
+from bench.reporting.request_results import nearest_rank
 from bench.stack.processes import Processes, StartFailed, cpu_seconds, is_running, peak_rss_bytes, thread_seconds
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ async def measure(
         )
         asked = case.requests(64 if case.prompt_bytes < 100_000 else 16)
         direct = f"{ANSWER_BY_ENVOY}: 1\r\n"
-        prepared = {phase.name: [one.on_wire(direct * phase.by_envoy) for one in asked] for phase in PHASES}
+        prepared = {phase.name: [one.wire_bytes(direct * phase.by_envoy) for one in asked] for phase in PHASES}
         loads: dict[str, dict[str, list[PhaseLoad]]] = {server.name: {} for server in servers}
         for server in servers:  # the first second is not like the others
             load = RequestLoad(prepared[WHOLE.name], connections=8, calls=case.by_call)

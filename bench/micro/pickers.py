@@ -186,7 +186,7 @@ async def _idle(pickers: Sequence[RunningPicker], seconds: float) -> dict[str, f
 async def _cost(picker: RunningPicker, load: LoadShape, seconds: float, idle: float) -> PickerCost:
     asked = chat_requests(load.prompt_bytes, count=64 if load.prompt_bytes < 100_000 else 16, model=MODEL)
     more = f"{EVENTS}: {load.events}\r\n" if load.events else ""
-    wire = RequestLoad([one.on_wire(more) for one in asked], connections=load.at_once)
+    wire = RequestLoad([one.wire_bytes(more) for one in asked], connections=load.at_once)
     before, began_s = picker.cpu_seconds(), time.perf_counter()
     await wire.run("127.0.0.1", picker.port, seconds=seconds)
     took_s, after, each = time.perf_counter() - began_s, picker.cpu_seconds(), 1000 / len(wire.taken_s)

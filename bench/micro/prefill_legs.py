@@ -33,7 +33,7 @@ from bench.micro.compared_servers import HttpProbe, PortProbe
 from bench.micro.http_load import RequestLoad, chat_requests
 from bench.micro.instant_engine import EVENTS
 from bench.micro.overhead_figures import run_and_report
-from bench.reporting.results import nearest_rank
+from bench.reporting.request_results import nearest_rank
 from bench.stack.processes import (
     Processes,
     busy_share,
@@ -107,14 +107,14 @@ class LegFigures(msgspec.Struct, frozen=True):
     ratios: dict[str, Spread]
 
 
-class Memory(msgspec.Struct, frozen=True):
+class ProcessMemory(msgspec.Struct, frozen=True):
     """Of one process. ``held``: requests that waited at the same time, as its metrics say; None: it has none."""
 
     before_bytes: int
     peak_bytes: int
     held: int | None = None
 
-    def of_body(self, bodies_bytes: int) -> float:
+    def growth_per_body_byte(self, bodies_bytes: int) -> float:
         """Its growth, as a multiple of the bodies that were held."""
         return (self.peak_bytes - self.before_bytes) / bodies_bytes
 
@@ -125,7 +125,7 @@ class LegReport(msgspec.Struct, frozen=True):
     load: float
     busy: float
     figures: list[LegFigures]
-    memory: dict[Way, Memory]
+    memory: dict[Way, ProcessMemory]
     rounds: dict[int, list[LegRound]]
 
 
@@ -239,7 +239,7 @@ async def measure(size: int, directory: Path, *, rounds: int) -> list[LegRound]:
         bench = _Bench(directory, processes, tokens=max(16, size // 4))
         servers = await bench.start()
         asked = chat_requests(size, count=32 if size < 100_000 else 8)
-        plain, events = ([one.on_wire(more) for one in asked] for more in ("", f"{EVENTS}: {_EVENTS}\r\n"))
+        plain, events = ([one.wire_bytes(more) for one in asked] for more in ("", f"{EVENTS}: {_EVENTS}\r\n"))
         for one in servers.values():  # the first second is not like the others
             await RequestLoad(plain, connections=4).run("127.0.0.1", one.port, seconds=1.0)
         found = []
@@ -274,13 +274,13 @@ async def _cpu_us(server: _Server, prepared: Sequence[bytes]) -> tuple[float, fl
     return sum(legs), envoy
 
 
-async def measure_memory(directory: Path) -> dict[Way, Memory]:
+async def measure_memory(directory: Path) -> dict[Way, ProcessMemory]:
     """What holds the bodies: extproc, or the sidecar."""
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
         bench = _Bench(directory, processes, tokens=_HELD_BYTES // 4, pause_s=_PAUSE_S)
         servers = await bench.start()
-        prepared = [one.on_wire() for one in chat_requests(_HELD_BYTES, count=8)]
-        found = dict[Way, Memory]()
+        prepared = [one.wire_bytes() for one in chat_requests(_HELD_BYTES, count=8)]
+        found = dict[Way, ProcessMemory]()
         for way in LEGS:
             server = servers[way]
             holder = server.pids[-1]
@@ -291,7 +291,7 @@ async def measure_memory(directory: Path) -> dict[Way, Memory]:
                 most = max(most, await _in_flight(http, server.metrics))
                 await asyncio.sleep(0.25)
             await running
-            found[way] = Memory(before, peak_rss_bytes(holder), most if way == "gateway" else None)
+            found[way] = ProcessMemory(before, peak_rss_bytes(holder), most if way == "gateway" else None)
         return found
 
 
@@ -319,7 +319,7 @@ def markdown(report: LegReport) -> str:
         held = "" if memory.held is None else f", {memory.held} at the same time"
         lines.append(
             f"\n{way}: {_HELD} bodies of 1 MB{held}: {memory.before_bytes / _MIB:.0f} MiB before, at most "
-            f"{memory.peak_bytes / _MIB:.0f} MiB: {memory.of_body(bodies):.2f} times the bodies."
+            f"{memory.peak_bytes / _MIB:.0f} MiB: {memory.growth_per_body_byte(bodies):.2f} times the bodies."
         )
     lines.append(f"\nThe machine was busy for {report.busy:.0%}; its load average before was {report.load:.1f}.\n")
     return "\n".join(lines)

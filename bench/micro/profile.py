@@ -92,7 +92,7 @@ async def profile(root: Path, case: MeasuredCase, seconds: float) -> CpuProfile:
             started = await ComparedServers(case, Path(directory), processes, others).start(with_gateway=False)
             servers = {server.name: server for server in started}
             asked = chat_requests(case.prompt_bytes, count=64 if case.prompt_bytes < 100_000 else 16, model=case.model)
-            prepared = [one.on_wire(f"{ANSWER_BY_ENVOY}: 1\r\n") for one in asked]
+            prepared = [one.wire_bytes(f"{ANSWER_BY_ENVOY}: 1\r\n") for one in asked]
             await _load(servers[_PLAIN], prepared, 1.0)
             threads = await _load(servers[_PLAIN], prepared, seconds)
             loading = asyncio.create_task(_load(servers[_PLAIN], prepared, seconds + 1))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from bench.micro.http_load import RequestLoad, WireRequest, chat_requests
 from bench.micro.instant_engine import EVENTS
-from bench.micro.observability import TOKEN, GatewayVariant, start
+from bench.micro.observability import TOKEN, GatewayVariant, start_variant
 from bench.micro.translation import Case, Round, measure
 from bench.stack.processes import Processes, free_ports
 
@@ -53,7 +53,7 @@ def requests_of(case: Case, way: str) -> list[bytes]:
         headers += f"{EVENTS}: {case.events}\r\n"
         more["stream"] = True
     bodies = [{**json.loads(one.body), **more} for one in chat_requests(2_000, count=_PROMPTS)]
-    return [WireRequest(json.dumps(body).encode()).on_wire(headers) for body in bodies]
+    return [WireRequest(json.dumps(body).encode()).wire_bytes(headers) for body in bodies]
 
 
 async def _fill(port: int) -> None:
@@ -73,7 +73,7 @@ async def run(rounds: int, seconds: float) -> dict[str, Found]:
             await processes.start("engine", (sys.executable, *words))
 
             async def gateway(variant: GatewayVariant) -> RunningGateway:
-                return await start(variant, engine, collector, processes, directory / variant.name)
+                return await start_variant(variant, engine, collector, processes, directory / variant.name)
 
             plain, cached = (
                 await gateway(GatewayVariant("plain")),

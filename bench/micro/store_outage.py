@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.micro.http_load import RequestLoad, chat_requests
-from bench.micro.observability import TOKEN, GatewayVariant, start
+from bench.micro.observability import TOKEN, GatewayVariant, start_variant
 from bench.stack.processes import Processes, free_ports, rss_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def outage_variants(what: str, dead: str) -> tuple[GatewayVariant, ...]:
 
 async def run(minutes: int, rate: int, what: str, only: str = "") -> Memory:
     """Load all variants for so long; ``only``: of those but the first, the ones whose names contain it."""
-    requests = [one.on_wire(f"authorization: Bearer {TOKEN}\r\n") for one in chat_requests(2_000, count=64)]
+    requests = [one.wire_bytes(f"authorization: Bearer {TOKEN}\r\n") for one in chat_requests(2_000, count=64)]
     engine, collector = free_ports(2)
     dead = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1", 0)
     first, *others = outage_variants(what, f"127.0.0.1:{dead.sockets[0].getsockname()[1]}")
@@ -71,7 +71,7 @@ async def run(minutes: int, rate: int, what: str, only: str = "") -> Memory:
             words = ("-m", "bench.micro.instant_engine", "--ports", str(engine))
             await processes.start("engine", (sys.executable, *words))
             gateways = [
-                await start(one, engine, collector, processes, directory / f"serve-{number}")
+                await start_variant(one, engine, collector, processes, directory / f"serve-{number}")
                 for number, one in enumerate(variants)
             ]
             for minute in range(minutes):

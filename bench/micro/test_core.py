@@ -121,7 +121,7 @@ def test_a_decision_with_a_prefill_leg(benchmark: BenchmarkFixture, size: int) -
         own, effects = core.arrive(core.builder.build_by_model(HEAD, next(bodies)), 0.0)
         assert any(isinstance(one, Prefill) for one in effects)
         result = PrefillResult(own.ticket, status=200, body=answered)
-        (decision,) = [one for one in core.on_result(result, 0.0) if isinstance(one, Decision)]
+        (decision,) = [one for one in core.on_work_result(result, 0.0) if isinstance(one, Decision)]
         core.on_stream_closed(own.ticket, 0.0)
         core.on_outcome(Outcome(own.ticket, 200, "10.0.0.2:8000", 1.0, None, None, None, None), 0.0)
         return decision.body
@@ -184,7 +184,7 @@ def test_tokens_of_a_hundred_thousand_against_the_precise_index(benchmark: Bench
         index.apply(EventSource(row), [BlocksStored(tuple(range(len(known) // 16)), None, tuple(known), 16)])
 
     def match() -> int:
-        return len(index.match(index.keys(tokens, adapter=None, salt=None), 0.0))
+        return len(index.match(index.block_keys(tokens, adapter=None, salt=None), 0.0))
 
     assert benchmark(match) == 20
 

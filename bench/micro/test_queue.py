@@ -127,7 +127,7 @@ def test_pass_through(benchmark: BenchmarkFixture) -> None:
     rng, numbers = random.Random(0), itertools.count()
     gate = FlowControlGate(FlowControl(), engines(), stages=lambda: None, rng=rng)
     one = queued(rng, numbers)
-    assert benchmark(lambda: gate.rows_without_wait(one, 0.0)) is not None
+    assert benchmark(lambda: gate.rows_available_now(one, 0.0)) is not None
 
 
 def test_bucket(benchmark: BenchmarkFixture) -> None:

@@ -53,7 +53,7 @@ def documents(number: int, changed: int) -> list[dict[str, object]]:
     ]
 
 
-class Scene:
+class ReloadFixture:
     """A directory, and the core that follows it."""
 
     def __init__(self, path: Path, form: Format, files: str) -> None:
@@ -99,7 +99,7 @@ class Scene:
 def test_a_reload_after_one_endpoint_changed(
     benchmark: BenchmarkFixture, tmp_path: Path, form: Format, files: str
 ) -> None:
-    scene = Scene(tmp_path, form, files)
+    scene = ReloadFixture(tmp_path, form, files)
     others = {name: pool for name, pool in scene.core.pools.items() if name != "default/server-0"}
     pickers = {name: pool.picker for name, pool in others.items()}
     benchmark.pedantic(scene.reload, setup=scene.change, rounds=30)  # type: ignore[no-untyped-call]  # the library leaves types out
@@ -111,7 +111,7 @@ def test_a_reload_after_one_endpoint_changed(
 @layouts
 @formats
 def test_a_first_load(benchmark: BenchmarkFixture, tmp_path: Path, form: Format, files: str) -> None:
-    Scene(tmp_path, form, files)
+    ReloadFixture(tmp_path, form, files)
 
     def load() -> Core:
         return Core(ConfigDirectory(tmp_path).read(), rng=random.Random(0), ticket_prefix="t")
@@ -121,7 +121,7 @@ def test_a_first_load(benchmark: BenchmarkFixture, tmp_path: Path, form: Format,
 
 
 def test_check_whether_a_hundred_files_have_changed(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    scene = Scene(tmp_path, "yaml", "file-each")
+    scene = ReloadFixture(tmp_path, "yaml", "file-each")
     for number in range(SERVERS, 100):
         (tmp_path / f"{number}.yaml").write_text("# nothing\n")
     scene.reload()

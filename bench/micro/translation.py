@@ -23,7 +23,7 @@ import yaml
 
 from bench.micro.http_load import RequestLoad, WireRequest, chat_requests
 from bench.micro.instant_engine import EVENTS
-from bench.reporting.results import nearest_rank
+from bench.reporting.request_results import nearest_rank
 from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes, workers_of
 from bench.stack.stack import MODEL
 
@@ -90,13 +90,13 @@ def _requests(model: str, case: Case) -> list[bytes]:
     more: dict[str, object] = {"stream": True} if case.events else {}
     if model == "plain":
         chats = [json.loads(one.body) for one in chat_requests(2_000, count=64, model=model)]
-        return [WireRequest(json.dumps({**one, **more}).encode()).on_wire(headers) for one in chats]
+        return [WireRequest(json.dumps({**one, **more}).encode()).wire_bytes(headers) for one in chats]
     made = []
     for one in chat_requests(2_000, count=64, model=model):
         chat = json.loads(one.body)
         system, user = chat["messages"]
         body = {"model": model, "max_tokens": 9, "system": system["content"], "messages": [user], **more}
-        made.append(WireRequest(json.dumps(body).encode(), "/v1/messages").on_wire(headers))
+        made.append(WireRequest(json.dumps(body).encode(), "/v1/messages").wire_bytes(headers))
     return made
 
 

@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from bench.sizes.configuration import GatewayPorts, Sizes, configuration, key_of
+from bench.sizes.configuration import GatewayPorts, ObjectCounts, api_key_of, configuration
 from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes
 from bench.stack.stack import envoy_command
 from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
@@ -94,7 +94,9 @@ class Figures(msgspec.Struct, frozen=True):
 class RunningStack:
     """One configuration, served by all three processes, before engines that answer at once."""
 
-    def __init__(self, folder: Path, sizes: Sizes, mode: Mode, processes: Processes, http: httpx.AsyncClient) -> None:
+    def __init__(
+        self, folder: Path, sizes: ObjectCounts, mode: Mode, processes: Processes, http: httpx.AsyncClient
+    ) -> None:
         listen, admin, extproc, self._metrics, self._bundle, self._engines = free_ports(6)
         self._sizes, self._processes, self._http = sizes, processes, http
         self._url = f"http://127.0.0.1:{listen}{CHAT_PATH}"
@@ -104,7 +106,7 @@ class RunningStack:
         gateway = GatewayPorts(f"127.0.0.1:{listen}", f"127.0.0.1:{admin}", self._extproc, self._engines)
         for name, content in configuration(sizes, gateway, mode).items():
             (self._config / name).write_bytes(content)
-        self._headers = {"authorization": f"Bearer {key_of(sizes.keys - 1)}"} if mode == "Close" else {}
+        self._headers = {"authorization": f"Bearer {api_key_of(sizes.keys - 1)}"} if mode == "Close" else {}
 
     async def start(self, name: str, words: Sequence[str], is_ready: Callable[[], Awaitable[bool]]) -> float:
         """Seconds until it is ready."""
@@ -117,7 +119,7 @@ class RunningStack:
             await asyncio.sleep(0.02)
         return time.perf_counter() - began_s
 
-    async def figures(self, share: float, mode: Mode) -> Figures:
+    async def measure_figures(self, share: float, mode: Mode) -> Figures:
         """Start everything in order, and measure."""
         shared = ["--config", str(self._config)]
         began_s = time.perf_counter()
@@ -289,10 +291,10 @@ def _spec(document: dict[str, object]) -> dict[str, object]:
 
 async def measure(share: float, mode: Mode) -> Figures:
     """One size, in processes of its own."""
-    sizes = Sizes().scaled(share)
+    sizes = ObjectCounts().scaled(share)
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder)) as processes, httpx.AsyncClient(timeout=120) as http:
-            return await RunningStack(Path(folder), sizes, mode, processes, http).figures(share, mode)
+            return await RunningStack(Path(folder), sizes, mode, processes, http).measure_figures(share, mode)
 
 
 def table(all_figures: Sequence[Figures]) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _SERVERS_A_FILE: Final = 50
 
 
-class Sizes(msgspec.Struct, frozen=True):
+class ObjectCounts(msgspec.Struct, frozen=True):
     """How many of each there are.
 
     ``models``: ModelServers. ``routes``: ModelRoutes and HTTPRoutes together; each host has an HTTPRoute of its own.
@@ -32,9 +32,11 @@ class Sizes(msgspec.Struct, frozen=True):
     keys: int = 500
     tenants: int = 200
 
-    def scaled(self, share: float) -> Sizes:
+    def scaled(self, share: float) -> ObjectCounts:
         """The same with ``share`` of each, at least one."""
-        return Sizes(**{name: max(1, round(count * share)) for name, count in msgspec.structs.asdict(self).items()})
+        return ObjectCounts(
+            **{name: max(1, round(count * share)) for name, count in msgspec.structs.asdict(self).items()}
+        )
 
     @property
     def model_routes(self) -> int:
@@ -51,7 +53,7 @@ class GatewayPorts(msgspec.Struct, frozen=True):
     engines: int
 
 
-def key_of(number: int) -> str:
+def api_key_of(number: int) -> str:
     """The API key of that number."""
     return f"sk-sizes-{number:06d}-0123456789abcdef"
 
@@ -61,7 +63,7 @@ def address_of(number: int, port: int) -> str:
     return f"127.{1 + number // 62_500}.{number // 250 % 250}.{1 + number % 250}:{port}"
 
 
-def configuration(sizes: Sizes, gateway: GatewayPorts, mode: Literal["Open", "Close"]) -> dict[str, bytes]:
+def configuration(sizes: ObjectCounts, gateway: GatewayPorts, mode: Literal["Open", "Close"]) -> dict[str, bytes]:
     """The files of a directory. API keys name models, so that only the mode Close has them."""
     documents = {"gateway.json": [_gateway(sizes, gateway, mode)]}
     for number in range(sizes.models):
@@ -75,7 +77,7 @@ def configuration(sizes: Sizes, gateway: GatewayPorts, mode: Literal["Open", "Cl
     return {name: msgspec.json.encode(all_of_it) for name, all_of_it in documents.items()}
 
 
-def _gateway(sizes: Sizes, gateway: GatewayPorts, mode: str) -> dict[str, object]:
+def _gateway(sizes: ObjectCounts, gateway: GatewayPorts, mode: str) -> dict[str, object]:
     spec: dict[str, object] = {
         "listen": gateway.listen,
         "admin": gateway.admin,
@@ -87,7 +89,7 @@ def _gateway(sizes: Sizes, gateway: GatewayPorts, mode: str) -> dict[str, object
             {
                 "name": f"key-{number}",
                 "tenant": f"tenant-{number % sizes.tenants}",
-                "keySHA256": hashlib.sha256(key_of(number).encode()).hexdigest(),
+                "keySHA256": hashlib.sha256(api_key_of(number).encode()).hexdigest(),
             }
             for number in range(sizes.keys)
         ]
@@ -96,13 +98,13 @@ def _gateway(sizes: Sizes, gateway: GatewayPorts, mode: str) -> dict[str, object
     return _document("GatewayConfig", "gateway", spec)
 
 
-def _server(sizes: Sizes, gateway: GatewayPorts, number: int) -> dict[str, object]:
+def _server(sizes: ObjectCounts, gateway: GatewayPorts, number: int) -> dict[str, object]:
     """With every ``models``-th endpoint."""
     endpoints = [{"address": address_of(one, gateway.engines)} for one in range(number, sizes.endpoints, sizes.models)]
     return _document("ModelServer", f"server-{number}", {"model": f"org/model-{number}", "endpoints": endpoints})
 
 
-def model_route(sizes: Sizes, number: int, *, limited: bool, name: str = "") -> dict[str, object]:
+def model_route(sizes: ObjectCounts, number: int, *, limited: bool, name: str = "") -> dict[str, object]:
     """A name for one of the models; the adapters are spread over the routes."""
     adapters = [f"adapter-{one}" for one in range(number, sizes.adapters, sizes.model_routes)]
     target = {"modelServerName": f"server-{number % sizes.models}"}
@@ -116,7 +118,7 @@ def model_route(sizes: Sizes, number: int, *, limited: bool, name: str = "") -> 
     return _document("ModelRoute", f"route-{number}", spec)
 
 
-def _http_route(sizes: Sizes, number: int) -> dict[str, object]:
+def _http_route(sizes: ObjectCounts, number: int) -> dict[str, object]:
     backend = {"group": "attache.dev", "kind": "ModelServer", "name": f"server-{number % sizes.models}"}
     match = {"path": {"type": "PathPrefix", "value": "/chat"}}
     return {

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from bench.reporting.pages import figure
+from bench.reporting.report_elements import figure
 from bench.soak.hostile_engines import GROUPS, HOSTILE
 from bench.soak.run import SoakSettings, soak
 from bench.soak.verdict import MIB, SoakLimits, SoakRecord, judge, passes
@@ -38,12 +38,12 @@ _MARKS = {True: "ok", False: "FAILED", None: "not judged"}
 _OUT: Final = ROOT / "bench" / "out" / "soak"
 
 
-def lines(checks: Sequence[SoakCheck]) -> str:
+def check_lines(checks: Sequence[SoakCheck]) -> str:
     """One line a check, with more lines for those that failed."""
     return "\n".join(f"{_MARKS[one.is_ok]:<10} {one.name}: {one.text}" for one in checks)
 
 
-def write(record: SoakRecord, checks: Sequence[SoakCheck], out: Path) -> None:
+def write_results(record: SoakRecord, checks: Sequence[SoakCheck], out: Path) -> None:
     """``soak.json`` and ``soak.png`` in ``out``."""
     text = msgspec.json.format(msgspec.json.encode({"verdict": checks, "record": record}))
     (out / "soak.json").write_bytes(text)
@@ -141,8 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     checks = judge(record, bounds)
-    write(record, checks, options.out)
-    console.print(lines(checks), markup=False, soft_wrap=True)
+    write_results(record, checks, options.out)
+    console.print(check_lines(checks), markup=False, soft_wrap=True)
     console.print(f"by audience: {record.totals}; more in {options.out}", markup=False, soft_wrap=True)
     return 0 if passes(checks) else 1
 

@@ -20,8 +20,7 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from bench.engine.fake_tokenizer import BYTES_PER_TOKEN, answer_text
-from bench.engine.formats import (
+from bench.engine.api_formats import (
     ChatFormat,
     ChatRequest,
     CompletionFormat,
@@ -36,7 +35,8 @@ from bench.engine.formats import (
     completion_job,
     messages_job,
 )
-from bench.engine.formats import responses_job as _responses_job
+from bench.engine.api_formats import responses_job as _responses_job
+from bench.engine.fake_tokenizer import BYTES_PER_TOKEN, answer_text
 from bench.engine.kv_cache import BlocksRemoved, BlocksStored, CacheChange
 from bench.engine.kv_event_publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.other_apis import token_handlers
@@ -160,7 +160,7 @@ class PrefixCache:
         self._rng = rng
         self._chains: deque[list[int]] = deque()
 
-    def step(self) -> list[CacheChange]:
+    def store_prompt(self) -> list[CacheChange]:
         """A prompt is stored; the oldest one leaves where there is no room."""
         hashes = [self._rng.getrandbits(63) for _ in range(_CHAIN_BLOCKS)]
         text = self._rng.randbytes(_CHAIN_BLOCKS * _BLOCK_TOKENS * BYTES_PER_TOKEN)
@@ -174,7 +174,7 @@ class PrefixCache:
         return [BlocksRemoved([one for _ in range(count) for one in self._chains.popleft()])] if count else []
 
 
-async def publish(rank: int, events: int, replay: int) -> None:
+async def publish_kv_events(rank: int, events: int, replay: int) -> None:
     """Publish one rank's KV events until cancelled. The last rank ends now and then."""
     form: Form = "maps" if rank == 0 else "arrays"
     clock = asyncio.get_running_loop().time
@@ -187,7 +187,7 @@ async def publish(rank: int, events: int, replay: int) -> None:
         cache, evict_at_s = PrefixCache(random.Random(rank)), clock() + _EVICT_S
         try:
             while clock() < ends_at_s:
-                await publisher.publish(cache.step())
+                await publisher.publish(cache.store_prompt())
                 if clock() >= evict_at_s:
                     evict_at_s += _EVICT_S
                     await publisher.publish(cache.evict(_CACHE_CHAINS // 2))
@@ -206,7 +206,7 @@ async def serve(port: int, models: int, kv_port: int) -> None:
         await web.TCPSite(runner, one, port, backlog=16).start()
     async with asyncio.TaskGroup() as tasks:
         for rank in range(RANKS if kv_port else 0):
-            tasks.create_task(publish(rank, kv_port + rank, kv_port + RANKS + rank))
+            tasks.create_task(publish_kv_events(rank, kv_port + rank, kv_port + RANKS + rank))
         await asyncio.Event().wait()
 
 

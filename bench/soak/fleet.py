@@ -118,7 +118,7 @@ def model_file_content(model: SoakModel, ports: Sequence[int]) -> str:
     return documents_text([*servers, document("ModelRoute", model.name, route)])
 
 
-class FleetChange(msgspec.Struct, frozen=True):
+class ModelChange(msgspec.Struct, frozen=True):
     """``before`` and ``after``: None for a model that is added or deleted."""
 
     name: str
@@ -208,20 +208,20 @@ def _model(number: int, first: int, more: int, engines: int) -> SoakModel:
     return SoakModel(number, on, adapters=_MOST_ADAPTERS)
 
 
-def next_change(fleet: Mapping[int, SoakModel], rng: random.Random, *, size: int, engines: int) -> FleetChange:
+def next_change(fleet: Mapping[int, SoakModel], rng: random.Random, *, size: int, engines: int) -> ModelChange:
     """A valid change. ``size``: how many models there should be, more or less; the numbers after it are spare."""
     name = rng.choice(CHANGES)
     if name in _EDITS:
         before = rng.choice(list(fleet.values()))
-        return FleetChange(name, before, _EDITS[name](before, rng, engines))
+        return ModelChange(name, before, _EDITS[name](before, rng, engines))
     if len(fleet) < size or (name == "model added" and len(fleet) < size + spare_numbers(size) // 2):
         free = sorted(set(range(size + spare_numbers(size))) - fleet.keys())
         number = rng.choice(free)
         # a name that was never used before
-        return FleetChange(
+        return ModelChange(
             "model added", None, SoakModel(number, (rng.randrange(engines),), alias=rng.randrange(1, 10**9))
         )
-    return FleetChange("model deleted", rng.choice(list(fleet.values())), None)
+    return ModelChange("model deleted", rng.choice(list(fleet.values())), None)
 
 
 def spare_numbers(size: int) -> int:
@@ -229,7 +229,7 @@ def spare_numbers(size: int) -> int:
     return max(4, size // 20)
 
 
-def apply_change(fleet: Mapping[int, SoakModel], change: FleetChange) -> dict[int, SoakModel]:
+def apply_change(fleet: Mapping[int, SoakModel], change: ModelChange) -> dict[int, SoakModel]:
     """The fleet after a change."""
     left = {number: model for number, model in fleet.items() if change.before is None or number != change.before.number}
     return left if change.after is None else {**left, change.after.number: change.after}

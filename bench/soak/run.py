@@ -17,7 +17,7 @@ import msgspec
 
 from bench.soak import fleet
 from bench.soak.clients import APIS, Audience, RequestOutcome, SoakClient, SoakRequest, classify_outcome
-from bench.soak.fleet import BROKEN, BROKEN_EVERY, FleetChange, SoakModel
+from bench.soak.fleet import BROKEN, BROKEN_EVERY, ModelChange, SoakModel
 from bench.soak.gateway import JUDGED, KV, MIXED_NAME, SoakGateway, running_gateway
 from bench.soak.hostile_engines import HOSTILE, MIXED, TRAP_HOST, TRAPPED_PATH, adapter_of
 from bench.soak.verdict import (
@@ -242,7 +242,7 @@ class _Soak:
                 change = fleet.next_change(self._fleet, self._rng, size=settings.models, engines=settings.engines)
                 self._apply(change)
 
-    def _apply(self, change: FleetChange) -> None:
+    def _apply(self, change: ModelChange) -> None:
         before, after = change.before, change.after
         model = after or before
         assert model is not None

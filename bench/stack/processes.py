@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import msgspec
 
-from bench.stack.process_guard import ProcessGuard
+from bench.stack.orphan_reaper import ProcessGuard
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence

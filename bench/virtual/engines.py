@@ -9,7 +9,7 @@ import msgspec
 
 from bench.engine.kv_cache import CacheJournal
 from bench.engine.scheduler import EngineLimits, Scheduler
-from bench.engine.step_time import Roofline, StepTime
+from bench.engine.step_time import RooflineStepTime, StepTime
 from extproc.core.peer_events import EngineReported
 from extproc.engines.metrics import CacheConfig, EngineReport, LoraState
 
@@ -37,7 +37,7 @@ def roofline_engine(hardware: Hardware, limits: EngineLimits | None = None, *, b
     """
     if limits is None:
         limits = EngineLimits(block_size=block_size, num_gpu_blocks=hardware.kv_tokens() // block_size)
-    return EngineKind(Roofline(hardware), limits, float(hardware.model.kv_bytes_per_token))
+    return EngineKind(RooflineStepTime(hardware), limits, float(hardware.model.kv_bytes_per_token))
 
 
 def addresses(count: int) -> list[str]:
@@ -147,7 +147,7 @@ class VirtualEngine:
         state = EngineReport(
             len(scheduler.waiting),
             len(scheduler.running),
-            1 - pool.free / pool.total,
+            1 - pool.free_blocks / pool.total,
             first_tokens=self._reported_first_tokens - before,
             loras=loras,
         )

@@ -26,7 +26,7 @@ from bench.engine.hardware import API_S
 from bench.engine.kv_cache import BlocksRemoved
 from bench.engine.kv_transfer import NETWORKS, TransferNetwork
 from bench.engine.request import Request, Token
-from bench.reporting.results import RequestResult
+from bench.reporting.request_results import RequestResult
 from bench.virtual.engines import VirtualEngine
 from bench.virtual.event_queue import EventQueue
 from bench.virtual.kv_transfers import KvTransfers
@@ -51,7 +51,7 @@ from extproc.core.request_record import AdapterLoadResult, Outcome, PrefillResul
 from extproc.errors import Refusal
 from extproc.prefix import kv_events
 from extproc.prefix.kv_index import EventSource
-from extproc.scheduling.picker_cache import without_picker_files
+from extproc.scheduling.picker_cache import make_picker_without_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -243,7 +243,7 @@ class Simulation:
         engines: Mapping[str, EngineKind],
         *,
         seed: int = 0,
-        make_picker: MakePicker = without_picker_files,
+        make_picker: MakePicker = make_picker_without_files,
         delays: SimulatedDelays = SimulatedDelays(),  # noqa: B008 - frozen
         token_observer: TokenObserver | None = None,
         request_observers: Sequence[RequestObserver] = (),
@@ -286,7 +286,7 @@ class Simulation:
         self._results: list[RequestResult] = []
 
         def taken(result: AdapterLoadResult, now: float) -> None:
-            self._perform(self.core.on_result(result, now), now)
+            self._perform(self.core.on_work_result(result, now), now)
 
         self.adapters = VirtualAdapterLoads(self.engines, self._events, delays.load_s, taken)
 
@@ -321,7 +321,7 @@ class Simulation:
         self._events.schedule_at(at_s, act)
 
     def add_engine(self, address: str, kind: EngineKind) -> None:
-        """An engine is there from now on. It gets requests once a snapshot has it (``apply``)."""
+        """An engine is there from now on. It gets requests once a snapshot has it (``apply_snapshot``)."""
         self.engines[address] = self._engine(address, kind, self._token_observer)
 
     def remove_engine(self, address: str) -> None:
@@ -332,7 +332,7 @@ class Simulation:
         """Requests that were sent to an engine and have not ended."""
         return self._in_flight[address]
 
-    def apply(self, snapshot: Snapshot, now: float) -> None:
+    def apply_snapshot(self, snapshot: Snapshot, now: float) -> None:
         """The core gets another configuration, as when its files change."""
         self._perform(self.core.apply(snapshot, now), now)
 
@@ -341,7 +341,7 @@ class Simulation:
         for address, engine in self.engines.items():
             # all of them wake the core at the same time, and once is enough
             server = self._server_of.get(address, self._server)
-            effects = self.core.on_metrics(engine.engine_report(server, address), now)
+            effects = self.core.on_engine_report(engine.engine_report(server, address), now)
         self._perform(effects, now)
         if self._events:  # nothing else to come: the end
             self._events.schedule_at(now + self._delays.scrape_s, self._scrape)
@@ -523,7 +523,7 @@ class Simulation:
         usage = {"prompt_tokens": leg.request.prompt_tokens, "prompt_tokens_details": cached}
         answer = {"kv_transfer_params": {"remote_request_id": ticket}, "usage": usage}
         result = PrefillResult(ticket, status=200, body=msgspec.json.encode(answer), answered_at_s=now)
-        self._perform(self.core.on_result(result, now), now)
+        self._perform(self.core.on_work_result(result, now), now)
 
     def _end_leg(self, flight: InFlightRequest, now: float) -> None:
         assert flight.leg is not None

@@ -290,13 +290,13 @@ GENERATORS: Final[Mapping[str, type[WorkloadShape]]] = MappingProxyType(
 )
 
 
-def conversations(shape: Conversations, seed: int = 0) -> Workload:
+def conversation_workload(shape: Conversations, seed: int = 0) -> Workload:
     """The workload of ``shape``, under a name with its parameters."""
     name = f"{shape.sessions} generated conversations of {shape.turns} turns over {shape.system_prompts} system prompts"
     return Workload(name, tuple(shape.generate_sessions(seed)))
 
 
-def generate(described: str, seed: int, excerpt: Excerpt) -> Workload:
+def generate_workload(described: str, seed: int, excerpt: Excerpt) -> Workload:
     """The sessions of a generator. Raises TraceInvalid.
 
     ``described``: its name and parameters, as in ``chat:sessions=30,turns=2``. ``excerpt``: which sessions; without a
@@ -332,5 +332,5 @@ def load_workload(source: str, excerpt: Excerpt, *, trace_format: str | None = N
     ``trace_format``: of a trace; None: by its file name. ``seed``: of a generator.
     """
     if source.partition(":")[0] in GENERATORS:
-        return generate(source, seed, excerpt)
+        return generate_workload(source, seed, excerpt)
     return read_trace(Path(source), excerpt, trace_format)

@@ -93,7 +93,7 @@ class Workload(msgspec.Struct, frozen=True):
     sessions: tuple[Session, ...]
 
     @property
-    def requests(self) -> int:
+    def request_count(self) -> int:
         """The number of requests of all sessions."""
         return sum(len(session.turns) for session in self.sessions)
 

@@ -94,11 +94,11 @@ class TraceRows:
         self._file = file
         self.excerpt = excerpt
 
-    def decode_rows(self, kind: type[T]) -> list[T]:
+    def decode_json_lines(self, kind: type[T]) -> list[T]:
         """JSON lines as ``kind``."""
         return list(self._read(msgspec.json.Decoder(kind).decode, first_line=1))
 
-    def table(self, kind: type[T], columns: Sequence[str]) -> list[T]:
+    def decode_csv(self, kind: type[T], columns: Sequence[str]) -> list[T]:
         """CSV as ``kind``. ``columns``: for each field of ``kind``, the heading of its column."""
         header = next(csv.reader(self._file), [])
         missing = [one for one in columns if one not in header]
@@ -172,12 +172,12 @@ def _check(hash_ids: list[int], tokens: int, block: int) -> None:
 
 def mooncake_sessions(rows: TraceRows) -> list[Session]:
     """Each row is a session of one request."""
-    return _sessions(rows.decode_rows(MooncakeRow), "mooncake", block=_BLOCK, ticks_per_s=1000)
+    return _sessions(rows.decode_json_lines(MooncakeRow), "mooncake", block=_BLOCK, ticks_per_s=1000)
 
 
 def bailian_sessions(rows: TraceRows) -> list[Session]:
     """Each row is a session of one request: it is played at its own time, also if it continues a chat."""
-    return _sessions(rows.decode_rows(BailianRow), "bailian", block=_BAILIAN_BLOCK, ticks_per_s=1)
+    return _sessions(rows.decode_json_lines(BailianRow), "bailian", block=_BAILIAN_BLOCK, ticks_per_s=1)
 
 
 def _sessions(read: Sequence[MooncakeRow | BailianRow], key: str, *, block: int, ticks_per_s: int) -> list[Session]:
@@ -222,7 +222,7 @@ def block_pieces(key: str, runs: Iterable[tuple[int, int]], block: int, tokens: 
         tokens -= length
 
 
-class AgentRequest(msgspec.Struct, frozen=True, tag_field="type", tag="s"):
+class StreamedRequest(msgspec.Struct, frozen=True, tag_field="type", tag="s"):
     """A streamed request. Lengths in tokens. ``hash_runs``: ids in a row, as the first id and their number."""
 
     hash_runs: list[tuple[int, int]]
@@ -231,7 +231,7 @@ class AgentRequest(msgspec.Struct, frozen=True, tag_field="type", tag="s"):
     think_time: float = 0.0
 
 
-class PlainRequest(msgspec.Struct, frozen=True, tag_field="type", tag="n"):
+class NonStreamedRequest(msgspec.Struct, frozen=True, tag_field="type", tag="n"):
     """A request that was not streamed."""
 
     hash_runs: list[tuple[int, int]]
@@ -243,7 +243,7 @@ class PlainRequest(msgspec.Struct, frozen=True, tag_field="type", tag="n"):
 class SubAgent(msgspec.Struct, frozen=True, tag_field="type", tag="subagent"):
     """Requests of a sub-agent. Their ids are in the scope of the parent."""
 
-    requests: list[AgentRequest | PlainRequest]
+    requests: list[StreamedRequest | NonStreamedRequest]
 
 
 class AgentSession(msgspec.Struct, frozen=True):
@@ -254,7 +254,7 @@ class AgentSession(msgspec.Struct, frozen=True):
     tool_tokens: Count
     system_tokens: Count
     hash_id_scope: Literal["local", "global"]
-    requests: list[AgentRequest | PlainRequest | SubAgent]
+    requests: list[StreamedRequest | NonStreamedRequest | SubAgent]
 
 
 def agentic_sessions(rows: TraceRows) -> list[Session]:
@@ -263,7 +263,7 @@ def agentic_sessions(rows: TraceRows) -> list[Session]:
     rng = random.Random(0)
     begins_at_s = 0.0
     found = []
-    for one in rows.decode_rows(AgentSession):
+    for one in rows.decode_json_lines(AgentSession):
         turns = tuple(_turns(one))
         if turns:
             found.append(Session(begins_at_s, turns, label=one.id))
@@ -278,7 +278,9 @@ def _turns(session: AgentSession) -> Iterator[SessionTurn]:
         yield SessionTurn(pieces, max(1, request.output_tokens), max(0.0, request.think_time), is_whole=True)
 
 
-def _flat(requests: Iterable[AgentRequest | PlainRequest | SubAgent]) -> Iterator[AgentRequest | PlainRequest]:
+def _flat(
+    requests: Iterable[StreamedRequest | NonStreamedRequest | SubAgent],
+) -> Iterator[StreamedRequest | NonStreamedRequest]:
     for one in requests:
         if isinstance(one, SubAgent):
             yield from one.requests
@@ -299,7 +301,7 @@ class ArenaRow(msgspec.Struct, frozen=True):
 
 def read_arena_rows(rows: TraceRows) -> list[ArenaRow]:
     """The rows with their measurements."""
-    return rows.table(ArenaRow, ARENA_COLUMNS)
+    return rows.decode_csv(ArenaRow, ARENA_COLUMNS)
 
 
 def arena_sessions(rows: TraceRows) -> list[Session]:
@@ -335,7 +337,7 @@ class AzureRow(msgspec.Struct, frozen=True):
 def azure_sessions(rows: TraceRows) -> list[Session]:
     """Each row is a session of one request."""
 
-    read = rows.table(AzureRow, AZURE_COLUMNS)
+    read = rows.decode_csv(AzureRow, AZURE_COLUMNS)
     return [
         Session(
             row.at_s() - read[0].at_s(),
@@ -345,7 +347,7 @@ def azure_sessions(rows: TraceRows) -> list[Session]:
     ]
 
 
-class BurstRow(msgspec.Struct, frozen=True):
+class BurstGptRow(msgspec.Struct, frozen=True):
     """``at_s``: arrival, from the start of the trace. Lengths in tokens."""
 
     at_s: float
@@ -357,7 +359,7 @@ class BurstRow(msgspec.Struct, frozen=True):
 def burstgpt_sessions(rows: TraceRows) -> list[Session]:
     """Each row is a session of one request, labelled with its model."""
 
-    read = rows.table(BurstRow, BURSTGPT_COLUMNS)
+    read = rows.decode_csv(BurstGptRow, BURSTGPT_COLUMNS)
     return [
         Session(
             row.at_s - read[0].at_s,

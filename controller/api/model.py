@@ -78,7 +78,7 @@ class Disaggregation(LayeredSpec, frozen=True):
     decode_config: EngineConfig = EngineConfig()
 
     @property
-    def is_scaled(self) -> bool:
+    def is_scaled_by_stage(self) -> bool:
         """Whether autoscalers set the engines of each stage, rather than the number of groups."""
         return self.max_prefill is not None or self.max_decode is not None
 
@@ -146,7 +146,7 @@ class Backend(LayeredSpec, frozen=True):
     @property
     def scales_stages(self) -> bool:
         """Whether prefill and decode are autoscaled apart."""
-        return self.disaggregation is not None and self.disaggregation.is_scaled
+        return self.disaggregation is not None and self.disaggregation.is_scaled_by_stage
 
     @property
     def target_names(self) -> tuple[str, ...]:

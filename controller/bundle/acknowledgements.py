@@ -140,7 +140,7 @@ def config_report(verdict: BundleVerdict, expected: ExpectedVersions, before: Co
     return msgspec.structs.replace(kept, waiting=verdict.text)
 
 
-class Acknowledgements:
+class AcknowledgementPoller:
     """Polls Envoy after each write and, less often, later. Logs a problem once, and its end.
 
     ``report``: what of the directory Envoy uses.

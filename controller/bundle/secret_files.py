@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.certificates import CertificateUnusable, check_authorities, check_key_pair, default_aws_profile
+from controller.api.certificate_checks import (
+    CertificateUnusable,
+    check_authorities,
+    check_key_pair,
+    default_aws_profile,
+)
 from controller.bundle.envoy.authentication import SIGNS_NOTHING
 from controller.bundle.envoy.secrets import (
     Authorities,
@@ -30,11 +35,11 @@ from controller.bundle.envoy.secrets import (
     secret_file,
     server_secrets,
 )
-from extproc.api.authentication import has_usable_key
+from extproc.api.authentication import jwks_has_usable_key
+from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.engine_connection import EngineConnection
-from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.untrusted_files import open_regular
-from extproc.reload import Reloadable, error_text
+from extproc.file_reloading import Reloadable, error_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -66,7 +71,7 @@ class _Secret(msgspec.Struct, frozen=True):
     ends_at: datetime | None
 
 
-class SecretFiles:
+class SecretFileReader:
     """Polls the secrets that a configuration names.
 
     Invalid content, such as a certificate that does not match its private key yet, is logged once, and the last good
@@ -226,7 +231,7 @@ def _read_file(name: str, most_bytes: int) -> tuple[bytes, int]:
         return opened.read(most_bytes), os.fstat(opened.fileno()).st_mode
 
 
-class KeyFiles:
+class AuthKeyReader:
     """Reads what a configuration names. A file that turns bad later stays as it was last good.
 
     API keys become digests here: from here on nothing holds them. ``folder``: what names of files are relative to.
@@ -357,7 +362,7 @@ def _digest_in(content: bytes) -> str:
 
 
 def _key_set_in(content: bytes) -> str:
-    if not has_usable_key(content):
+    if not jwks_has_usable_key(content):
         raise ValueError
     return content.decode()
 

@@ -23,19 +23,19 @@ from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
 from controller.bundle.envoy.bundle import BundleWriter, endpoint_subscriptions, keep_old_clusters
 from controller.bundle.envoy.listeners import ROUTES_FOLDER, routes_files
 from controller.bundle.envoy.secrets import SECRETS_FOLDER, secret_sources
-from controller.bundle.secret_files import KeyFiles, SecretFiles, drop_unusable_secrets
+from controller.bundle.secret_files import AuthKeyReader, SecretFileReader, drop_unusable_secrets
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory
-from extproc.api.errors import ConfigInvalid
 from extproc.api.make_before_break import DrainingServers
 from extproc.api.status_pages import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from controller.bundle.acknowledgements import Acknowledgements
+    from controller.bundle.acknowledgements import AcknowledgementPoller
     from controller.bundle.envoy.secrets import SecretSource
+    from extproc.api.config_errors import Mistake
     from extproc.api.config_loader import ConfigSource
-    from extproc.api.errors import Mistake
     from extproc.api.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -156,8 +156,8 @@ def write_bundle_once(
     ``path``: where Envoy will find it.
     """
     now = datetime.now(UTC)
-    filled = KeyFiles(os.environ, folder).fill_keys(snapshot, now)
-    secrets = SecretFiles(os.environ, folder).read(secret_sources(filled), now)
+    filled = AuthKeyReader(os.environ, folder).fill_keys(snapshot, now)
+    secrets = SecretFileReader(os.environ, folder).read(secret_sources(filled), now)
     with caused_by(reason=f"configuration {snapshot.version}"):
         _write_first(filled, secrets, out, BundleWriter(path), changed)
 
@@ -177,7 +177,7 @@ class BundleSync:
         config: ConfigSource,
         out: Path,
         path: str,
-        acknowledgements: Acknowledgements | None = None,
+        acknowledgements: AcknowledgementPoller | None = None,
         changed: FileChanged = ignore_change,
     ) -> None:
         """``path``: where Envoy will find the bundle. ``changed``: called with each file written or removed."""
@@ -189,8 +189,8 @@ class BundleSync:
         self.acknowledgements = acknowledgements
         self._config = config
         self._out = out
-        self._keys = KeyFiles(os.environ, config.path)
-        self.secrets = SecretFiles(os.environ, config.path, bundle=out)
+        self._keys = AuthKeyReader(os.environ, config.path)
+        self.secrets = SecretFileReader(os.environ, config.path, bundle=out)
         self._draining, self._writer = DrainingServers(_LINGER_S), BundleWriter(path)
         # what is in the bundle, and what could not be written last: a configuration, and secrets by file
         self._failed: tuple[Snapshot, Mapping[str, str]] | None = None
@@ -346,7 +346,7 @@ class BundleSync:
         return filled
 
 
-def _poll_for_ever(acknowledgements: Acknowledgements, clock: Callable[[], float]) -> None:
+def _poll_for_ever(acknowledgements: AcknowledgementPoller, clock: Callable[[], float]) -> None:
     """In a thread of its own: an Envoy that answers late must not hold up the writing."""
     while True:
         try:
@@ -357,7 +357,9 @@ def _poll_for_ever(acknowledgements: Acknowledgements, clock: Callable[[], float
         time.sleep(_POLL_S)
 
 
-def wait_until_acknowledged(snapshot: Snapshot, out: Path, acknowledgements: Acknowledgements, wait_s: float) -> bool:
+def wait_until_acknowledged(
+    snapshot: Snapshot, out: Path, acknowledgements: AcknowledgementPoller, wait_s: float
+) -> bool:
     """Whether Envoy uses the bundle of ``snapshot``, which is in ``out``, within ``wait_s``; a failure is logged."""
     clock = time.monotonic  # noqa: TID251 - the edge
     began_at_s = clock()

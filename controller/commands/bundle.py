@@ -11,10 +11,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from controller.audit import add_audit_option, file_recorder, opened_audit
+from controller.audit import add_audit_option, file_recorder, open_audit
 from extproc.api.addresses import parse_address, parse_endpoint
-from extproc.api.dns_resolution import AddressTiming
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
+from extproc.api.dns_resolution import AddressHoldTimes
 from extproc.api.quantities import Duration
 from extproc.cli.common import print_mistakes, resolved_directory
 from extproc.listen_sockets import ListenFailed
@@ -24,7 +24,7 @@ from extproc.sd_notify import READY, notify
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from controller.bundle.acknowledgements import Acknowledgements
+    from controller.bundle.acknowledgements import AcknowledgementPoller
     from controller.bundle.sync import BundleSync
 
 DESCRIPTION: Final = (
@@ -34,7 +34,7 @@ DESCRIPTION: Final = (
 
 
 # Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
-_PATIENCE: Final = AddressTiming(keep_s=30.0, settle_s=0.0)
+_PATIENCE: Final = AddressHoldTimes(keep_s=30.0, settle_s=0.0)
 
 
 def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
@@ -81,10 +81,10 @@ def parser(prog: str = "controller bundle") -> argparse.ArgumentParser:
 
 def _polling(
     options: argparse.Namespace, made: argparse.ArgumentParser, path: str
-) -> tuple[Acknowledgements | None, float | None, tuple[str, int] | None]:
+) -> tuple[AcknowledgementPoller | None, float | None, tuple[str, int] | None]:
     """What polls Envoy, for how long to wait for it, and where metrics are served."""
     # Envoy's schema, as below
-    from controller.bundle.acknowledgements import Acknowledgements  # noqa: PLC0415
+    from controller.bundle.acknowledgements import AcknowledgementPoller  # noqa: PLC0415
     from controller.bundle.envoy_admin import read_envoy_state  # noqa: PLC0415
 
     try:
@@ -102,7 +102,7 @@ def _polling(
         made.error("--drain goes with --watch, and not with --admin off")
     if options.admin == "off":
         return None, wait_s, metrics
-    acknowledgements = Acknowledgements(read_envoy_state, f"{path}/bootstrap.json", address=options.admin)
+    acknowledgements = AcknowledgementPoller(read_envoy_state, f"{path}/bootstrap.json", address=options.admin)
     return acknowledgements, wait_s, metrics
 
 
@@ -148,7 +148,7 @@ def main(words: list[str], prog: str = "controller bundle") -> int:
         directory = resolved_directory(options.config, _PATIENCE)
         acknowledgements, wait_s, metrics = _polling(options, made, path)
         registry = CollectorRegistry()
-        with opened_audit(options.audit_log, registry) as audit:
+        with open_audit(options.audit_log, registry) as audit:
             changed = file_recorder(audit, "attache-bundle")
             if options.watch:
                 release_freed_memory()

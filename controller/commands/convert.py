@@ -18,8 +18,14 @@ import yaml
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.convert import kthena_autoscaling, variant_autoscaling
-from controller.convert.fields import ConversionFailed, ConversionResult, Object, check_object_shape, object_title
-from extproc.api.errors import ConfigInvalid, Mistake, escape_unprintable
+from controller.convert.foreign_fields import (
+    ConversionFailed,
+    ConversionResult,
+    Object,
+    check_object_shape,
+    object_title,
+)
+from extproc.api.config_errors import ConfigInvalid, Mistake, escape_unprintable
 from extproc.api.quantities import decode_quantity
 from extproc.api.yaml_documents import parse_document, split_documents
 from extproc.cli.common import pluralize, print_mistakes
@@ -84,7 +90,7 @@ def main(words: list[str], prog: str) -> int:
     """Exit status: 0, or 2 for a mistake in the options or in a file."""
     options = parser(prog).parse_args(words)
     # types of all kinds take a quarter of a second to load: not for --help
-    from controller.convert.fields import ConversionFailed  # noqa: PLC0415
+    from controller.convert.foreign_fields import ConversionFailed  # noqa: PLC0415
 
     try:
         found = convert(list(_objects(options.files)))

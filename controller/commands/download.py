@@ -222,12 +222,12 @@ def _authorities(files: Sequence[str]) -> tuple[str, ...]:
 
 async def _run(options: argparse.Namespace, job: DownloadJob) -> int:
     from controller.agents.downloader.download import download  # noqa: PLC0415
-    from controller.agents.downloader.environment import Environment  # noqa: PLC0415
+    from controller.agents.downloader.environment import EnvironmentReader  # noqa: PLC0415
     from controller.agents.downloader.progress import ProgressTracker  # noqa: PLC0415
 
     stopped = asyncio.Event()
     async with _listeners(options) as (listeners, ready):
-        work = asyncio.create_task(download(job, Environment(), ProgressTracker(job.shown_uri, listeners)))
+        work = asyncio.create_task(download(job, EnvironmentReader(), ProgressTracker(job.shown_uri, listeners)))
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
@@ -285,7 +285,7 @@ async def _report_to_pod(stack: contextlib.AsyncExitStack, found: list[ProgressL
     name = os.environ.get("POD_NAME") or socket.gethostname()
     condition = PodConditionWriter(client, os.environ.get("POD_NAMESPACE") or access.namespace, name)
     found.append(condition)
-    await stack.enter_async_context(condition.write_while_open())
+    await stack.enter_async_context(condition.writing_in_background())
 
 
 def _pair(text: str) -> tuple[str, str]:

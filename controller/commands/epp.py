@@ -24,8 +24,8 @@ from controller.commands.epp_flags import FLAGS, EppFlags, FlagInvalid, is_true,
 from controller.gateway.compile.file_discovery import DiscoveryInvalid, parse_file_discovery, pool_name
 from controller.gateway.compile.inference_pools import KIND, SETTINGS, parse_pool_settings
 from extproc.api.addresses import join_host_port
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.decode import read_picker_file
-from extproc.api.errors import ConfigInvalid
 from extproc.api.quantities import Duration
 from extproc.api.spec import ADVICE, HTTP_PATH, NAME, NAMESPACE
 from extproc.api.tracing import parse_otlp
@@ -483,11 +483,11 @@ def _access(planned: EppPlan, problem: str) -> ClusterAccess:
     FlagInvalid.
     """
     # the client takes a third of a second to import: not for --help
-    from controller.kube.cluster_access import find_access, from_kubeconfig  # noqa: PLC0415
+    from controller.kube.cluster_access import access_from_kubeconfig, find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
     try:
-        return from_kubeconfig(Path(planned.kubeconfig)) if planned.kubeconfig else find_access()
+        return access_from_kubeconfig(Path(planned.kubeconfig)) if planned.kubeconfig else find_access()
     except AccessInvalid as error:
         advice = "; or name a file of endpoints in the EndpointPickerConfig (dataLayer.discovery with file-discovery)"
         raise FlagInvalid(f"{error}{advice}" + (f"\n{problem}" if problem else "")) from None
@@ -534,8 +534,8 @@ async def _follow(planned: EppPlan, access: ClusterAccess | None, folder: Path, 
 
 
 async def _run_role(planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerCheck) -> None:
+    from controller.gateway.inference_pool_reconciler import FilePoolRunner, FilePoolSettings  # noqa: PLC0415 - not for --help
     from controller.gateway.metrics import GatewayMetrics  # noqa: PLC0415
-    from controller.gateway.picker_runner import FilePoolRunner, FilePoolSettings  # noqa: PLC0415 - not for --help
     from controller.kube.metrics_and_health import serve_pages  # noqa: PLC0415
 
     metrics = GatewayMetrics()
@@ -557,7 +557,7 @@ async def _run_role(planned: EppPlan, access: ClusterAccess | None, folder: Path
 async def _run_in_cluster(
     planned: EppPlan, access: ClusterAccess, folder: Path, check_picker: PickerCheck, metrics: GatewayMetrics
 ) -> None:
-    from controller.gateway.picker_runner import CONTROLLER, PickerRunner, PickerSettings  # noqa: PLC0415
+    from controller.gateway.inference_pool_reconciler import CONTROLLER, InferencePoolRunner, InferencePoolSettings  # noqa: PLC0415
     from controller.kube.authorizer import RequestAuthorizer, authorization_middleware  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415 - not for --help
     from controller.kube.metrics_and_health import serve_pages, serve_relayed_pages  # noqa: PLC0415
@@ -566,7 +566,7 @@ async def _run_in_cluster(
     if planned.picker_text:
         file = folder / "picker.yaml"
         await asyncio.to_thread(file.write_text, planned.picker_text)
-    settings = PickerSettings(
+    settings = InferencePoolSettings(
         config=folder / "config",
         pool=planned.pool,
         group=planned.group,
@@ -577,7 +577,7 @@ async def _run_in_cluster(
         server_fields=planned.server_fields,
     )
     async with connect(access, manager=CONTROLLER) as client:
-        role = PickerRunner(client, settings, metrics, check_picker=check_picker)
+        role = InferencePoolRunner(client, settings, metrics, check_picker=check_picker)
         guard = None
         async with contextlib.AsyncExitStack() as served:
             if planned.guarded_pages:

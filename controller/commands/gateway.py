@@ -16,7 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from controller.audit import add_audit_option, opened_audit
+from controller.audit import add_audit_option, open_audit
 from controller.gateway.compile.gateway_api.gateways import ANY, GatewayApiSettings, parse_addresses
 from extproc.api.addresses import Network, parse_endpoint, parse_networks
 from extproc.api.quantities import Duration
@@ -257,13 +257,13 @@ def _own_address() -> str:
 async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> None:
     from controller.gateway.metrics import GatewayMetrics  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
-    from controller.kube.metrics import observe_api_calls  # noqa: PLC0415
+    from controller.kube.manager_metrics import observe_api_calls  # noqa: PLC0415
     from controller.kube.metrics_and_health import serve_pages  # noqa: PLC0415
 
     metrics = GatewayMetrics()
     manager = _LEASE if options.pool is None else "attache-picker"
     async with contextlib.AsyncExitStack() as opened:
-        audit = opened.enter_context(opened_audit(options.audit_log, metrics.registry))
+        audit = opened.enter_context(open_audit(options.audit_log, metrics.registry))
         observed = observe_api_calls(metrics.registry)
         client = await opened.enter_async_context(connect(access, manager=manager, audit=audit, observed=observed))
         make = _gateway_role if options.pool is None else _picker_role
@@ -276,7 +276,7 @@ def _gateway_role(
     options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerCheck
 ) -> GatewayRunnable:
     from controller.gateway.runner import GatewayRunner, GatewaySettings  # noqa: PLC0415
-    from controller.kube.lease import LeaderElection  # noqa: PLC0415
+    from controller.kube.leader_election import LeaderElection  # noqa: PLC0415
 
     settings = GatewaySettings(
         config=options.config,
@@ -299,16 +299,16 @@ def _gateway_role(
 def _picker_role(
     options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerCheck
 ) -> GatewayRunnable:
-    from controller.gateway.picker_runner import PickerRunner, PickerSettings  # noqa: PLC0415
+    from controller.gateway.inference_pool_reconciler import InferencePoolRunner, InferencePoolSettings  # noqa: PLC0415
 
-    settings = PickerSettings(
+    settings = InferencePoolSettings(
         config=options.config,
         pool=options.pool,
         group=options.pool_group or POOL_GROUPS[0],
         picker_config=options.picker_config,
         picker_file=options.picker_config_file,
     )
-    return PickerRunner(client, settings, metrics, check_picker=check_picker)
+    return InferencePoolRunner(client, settings, metrics, check_picker=check_picker)
 
 
 async def run_until_signalled(running: Coroutine[None, None, None]) -> None:

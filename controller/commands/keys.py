@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.keys.changes import KeyRefused, find_key, key_for_display, key_request, key_update
+from controller.keys.changes import KeyRefused, find_key, key_for_display, parse_key_request, parse_key_update
 from controller.keys.server import KeysApi, parse_duration
 from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyStoreFile
 from extproc.api.addresses import parse_address
@@ -160,7 +160,7 @@ def _place(options: argparse.Namespace) -> KeyStorage:
     if options.secret.count("/") != 1:
         raise KeyRefused(f"'{options.secret}': write --secret NAMESPACE/NAME", 500)
     # only in a cluster: they take half a second to load
-    from controller.keys.secret import KeyStoreSecret  # noqa: PLC0415
+    from controller.keys.kubernetes_secret_store import KeyStoreSecret  # noqa: PLC0415
     from controller.kube.cluster_access import find_access  # noqa: PLC0415
     from controller.kube.errors import AccessInvalid  # noqa: PLC0415
 
@@ -177,7 +177,7 @@ def _run(options: argparse.Namespace, admin: KeyAdmin) -> None:
     match options.mode:
         case "create":
             plain = {"name": options.key, "tenant": options.tenant, "user": options.user, **_limits(options)}
-            _print_made(admin.create(key_request(plain), actor), admin, options.format)
+            _print_made(admin.create(parse_key_request(plain), actor), admin, options.format)
         case "rotate":
             made = admin.rotate(options.key, actor, overlap_s=parse_duration(options.overlap))
             _print_made(made, admin, options.format)
@@ -186,7 +186,7 @@ def _run(options: argparse.Namespace, admin: KeyAdmin) -> None:
         case "show":
             _print([key_for_display(find_key(admin.place.read(), options.key), admin.now)], options.format, is_one=True)
         case "update":
-            record = admin.update(options.key, key_update(_limits(options)), actor)
+            record = admin.update(options.key, parse_key_update(_limits(options)), actor)
             _print([key_for_display(record, admin.now)], options.format, is_one=True)
         case mode:
             change = {"revoke": admin.revoke, "delete": admin.delete}[mode]

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from controller.audit import add_audit_option, opened_audit
+from controller.audit import add_audit_option, open_audit
 from controller.autoscaler.export.keda_access import MOST_STREAMS
 from extproc.api.addresses import is_hostname, parse_address
 from extproc.logs import add_log_options, start_logging
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from controller.kube.authorizer import RequestAuthorizer
     from controller.kube.client import Client
     from controller.kube.cluster_access import ClusterAccess
-    from controller.kube.metrics import ManagerMetrics
+    from controller.kube.manager_metrics import ManagerMetrics
     from controller.manager.runner import LeaderControllers
-    from controller.webhooks.certificates import CertificateServer
+    from controller.webhooks.certificates import CertificateConsumer
     from controller.webhooks.server import WebhookServer
     from extproc.api.picker_config import PickerCheck
 
@@ -295,19 +295,19 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
     from controller.commands.gateway import run_until_signalled  # noqa: PLC0415
     from controller.kube.authorizer import RequestAuthorizer, authorization_middleware  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
-    from controller.kube.metrics import ManagerMetrics, observe_api_calls  # noqa: PLC0415
+    from controller.kube.manager_metrics import ManagerMetrics, observe_api_calls  # noqa: PLC0415
     from controller.kube.metrics_and_health import serve_pages  # noqa: PLC0415
     from controller.manager.runner import (  # noqa: PLC0415
         CONTROLLER,
         ManagerRunner,
         find_own_image,
     )
-    from controller.models import rollouts  # noqa: PLC0415
+    from controller.models import rollouts_page  # noqa: PLC0415
     from controller.webhooks.server import ServerTls  # noqa: PLC0415
 
     metrics = ManagerMetrics()
     async with AsyncExitStack() as opened:
-        audit = opened.enter_context(opened_audit(options.audit_log, metrics.registry))
+        audit = opened.enter_context(open_audit(options.audit_log, metrics.registry))
         observed = observe_api_calls(metrics.registry)
         client = await opened.enter_async_context(connect(access, manager=CONTROLLER, audit=audit, observed=observed))
         callers = RequestAuthorizer(client, asyncio.get_running_loop().time)
@@ -321,7 +321,7 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
             records = DecisionRecords()
             leader = _leader(options, client, metrics, image, records)
             scaling = () if options.no_scaling else decision_page_routes(records, leader.leads)
-            more = [*scaling, *rollouts.rollout_page_routes(leader.objects, leader.leads)]
+            more = [*scaling, *rollouts_page.rollout_page_routes(leader.objects, leader.leads)]
         role = ManagerRunner(webhooks, leader, exports)
         guard = authorization_middleware(callers) if page_tls else None
         tls = page_tls.context if page_tls else None
@@ -356,7 +356,7 @@ def _webhooks(
     client: Client,
     metrics: ManagerMetrics,
     check_picker: PickerCheck,
-    others: Sequence[CertificateServer],
+    others: Sequence[CertificateConsumer],
 ) -> WebhookServer:
     from controller.webhooks.certificates import RotationSettings  # noqa: PLC0415
     from controller.webhooks.server import WebhookServer, WebhookSettings  # noqa: PLC0415
@@ -376,7 +376,7 @@ def _webhooks(
 def _leader(
     options: argparse.Namespace, client: Client, metrics: ManagerMetrics, image: str, records: DecisionRecords
 ) -> LeaderControllers:
-    from controller.kube.lease import LeaderElection, LeaseTiming  # noqa: PLC0415
+    from controller.kube.leader_election import LeaderElection, LeaseTiming  # noqa: PLC0415
     from controller.manager.runner import LeaderControllers, kopf_source  # noqa: PLC0415
     from controller.models.controller import DecisionFunctions, ModelControllerSettings  # noqa: PLC0415
     from controller.models.model import model_state as of_models  # noqa: PLC0415

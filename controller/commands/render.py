@@ -27,10 +27,10 @@ from controller.kube.conditions import WantedCondition, WantedStatus
 from controller.kube.resources import Object, key_of
 from controller.models.model.children import child_objects
 from controller.models.model.model_state import ModelSettings, ModelState, Unresolved, resolve_model
+from controller.models.runtimes.engine_settings import engine_settings
 from controller.models.runtimes.prefill_connectors import why_sidecar_needed
-from controller.models.runtimes.settings import engine_settings
+from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.config_loader import SUFFIXES
-from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.spec import object_key
 from extproc.api.yaml_documents import parse_document, split_documents
 from extproc.cli.common import print_mistakes
@@ -254,7 +254,7 @@ def _sidecar(made: ResolvedBackend) -> dict[str, str]:
     return {"sidecar": f"{why}; run one that does"} if why else {}
 
 
-def as_text(model: RenderedModel, *, has_owner: bool = True) -> str:
+def model_as_yaml(model: RenderedModel, *, has_owner: bool = True) -> str:
     """A stream of YAML documents; the merged configuration is a comment in front, so that the rest can be applied.
 
     ``has_owner``: whether the objects belong to the Model. One without a uid, as in files, is refused by the API
@@ -376,7 +376,7 @@ def _show_models(objects: Sequence[Object]) -> bool:
 
     found = render_models(objects)
     for one in found:
-        print(as_text(one, has_owner=False), end="")
+        print(model_as_yaml(one, has_owner=False), end="")
     return not any(one.problem for one in found)
 
 
@@ -432,7 +432,7 @@ async def _rendered(options: argparse.Namespace, access: ClusterAccess, check_pi
 
 async def _listed(client: Client, namespace: str | None) -> list[Object]:
     from controller.gateway.informers import gateway_informers  # noqa: PLC0415
-    from controller.kube.cache import InformerSet, SharedInformers  # noqa: PLC0415
+    from controller.kube.shared_informers import InformerSet, SharedInformers  # noqa: PLC0415
 
     cache = InformerSet(SharedInformers(client), namespace)
     informers = gateway_informers(cache)
@@ -444,11 +444,11 @@ async def _listed(client: Client, namespace: str | None) -> list[Object]:
 def _bundle(rendered: RenderResult) -> Mapping[str, str]:
     """Envoy's files, with API keys as digests; raises ConfigInvalid."""
     from controller.bundle.envoy.bundle import build_bundle  # noqa: PLC0415 - Envoy's schema takes half a second to import
-    from controller.bundle.secret_files import KeyFiles  # noqa: PLC0415
+    from controller.bundle.secret_files import AuthKeyReader  # noqa: PLC0415
     from extproc.api.config_loader import load_snapshot  # noqa: PLC0415
 
     documents = {name: content for name, content in rendered.files.items() if name.endswith(_SUFFIXES)}
-    snapshot, missing = KeyFiles(os.environ).fill_available_keys(load_snapshot(documents), datetime.now(UTC))
+    snapshot, missing = AuthKeyReader(os.environ).fill_available_keys(load_snapshot(documents), datetime.now(UTC))
     for mistake in missing:
         print(f"note: not here, so it is as if nobody had it: {mistake}", file=sys.stderr)
     return build_bundle(snapshot, "/bundle")

@@ -23,8 +23,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from controller.bundle.envoy_admin import reopen_logs
 from controller.usage.drift import CHANGED, SHIFTED, ComparedPeriods, drift_table, find_drift
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLinesStore
-from controller.usage.log_follower import LogFollower, LogPosition, LogRotation, OwnLogReader
+from controller.usage.json_lines_store import JsonLinesStore
+from controller.usage.log_follower import ExtprocLogReader, LogFollower, LogPosition, LogRotation
 from controller.usage.queries import GROUPS, BadQuery, checked_zone, parse_instant, parse_names, parse_query, run_query
 from controller.usage.reports import align_columns, as_csv, as_json, as_table
 from controller.usage.rollups import DAY_S
@@ -291,7 +291,7 @@ def _serve(options: argparse.Namespace) -> int:
         wall=_WALL,
         keep_requests_s=keep_requests_s,
         keep_rollups_s=keep_rollups_s,
-        left=OwnLogReader(Path(f"{options.log}{LEFT_SUFFIX}"), _CLOCK),
+        left=ExtprocLogReader(Path(f"{options.log}{LEFT_SUFFIX}"), _CLOCK),
         rotation=rotation,
     )
     database = ReportsDatabase(engine, _CLOCK, _WALL)

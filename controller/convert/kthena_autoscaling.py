@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.convert.fields import (
+from controller.convert.foreign_fields import (
     ConversionFailed,
     ConversionResult,
-    Fields,
+    FieldReader,
     Object,
     new_object,
-    quantity,
-    seconds,
+    parse_duration,
+    parse_quantity,
     unique_target_names,
 )
 
@@ -48,7 +48,7 @@ _LONGEST: Final = 253
 
 
 def behavior_and_panic(
-    behavior: Fields, tolerance: float, warnings: list[str]
+    behavior: FieldReader, tolerance: float, warnings: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The blocks ``behavior`` and ``panic`` of a policy of ours; raises Invalid."""
     up = behavior.pop_fields("scaleUp")
@@ -63,11 +63,11 @@ def behavior_and_panic(
             panic.pop(name)
             warnings.append(f"{panic.where}.{name}: not carried over; in a panic growth is limited by scaleUp alone")
     hold = str(panic.pop("panicModeHold", _PANIC_HOLD))
-    seconds(hold, f"{panic.where}.panicModeHold")
+    parse_duration(hold, f"{panic.where}.panicModeHold")
     return found, {"thresholdPercent": panic.pop_number("panicThresholdPercent", _PANIC_THRESHOLD), "hold": hold}
 
 
-def _rules(stable: Fields, tolerance: float, warnings: list[str]) -> dict[str, Any]:
+def _rules(stable: FieldReader, tolerance: float, warnings: list[str]) -> dict[str, Any]:
     """Or takes the larger of both limits, And the smaller one; 0 allows nothing."""
     instances, percent = stable.pop_number("instances", _INSTANCES), stable.pop_number("percent", _PERCENT)
     takes_smaller = stable.pop("selectPolicy", "Or") == "And"
@@ -87,10 +87,10 @@ def _rules(stable: Fields, tolerance: float, warnings: list[str]) -> dict[str, A
     return found
 
 
-def _whole(stable: Fields, name: str, otherwise: str, longest_s: int, warnings: list[str]) -> int:
+def _whole(stable: FieldReader, name: str, otherwise: str, longest_s: int, warnings: list[str]) -> int:
     """Whole seconds, as HPA v2 has them."""
     where = f"{stable.where}.{name}"
-    exact_s = seconds(stable.pop(name, otherwise), where)
+    exact_s = parse_duration(stable.pop(name, otherwise), where)
     found_s = min(longest_s, math.ceil(exact_s))
     if found_s != exact_s:
         warnings.append(
@@ -115,11 +115,11 @@ class ReplicaMetrics(msgspec.Struct, frozen=True):
     values: Mapping[str, float]
 
     @staticmethod
-    def read(metrics: Sequence[Fields]) -> ReplicaMetrics:
+    def read(metrics: Sequence[FieldReader]) -> ReplicaMetrics:
         """Raises Invalid. The first versions called the name ``metricName``."""
         return ReplicaMetrics(
             {
-                one.pop_required("metricName" if "metricName" in one else "name"): quantity(
+                one.pop_required("metricName" if "metricName" in one else "name"): parse_quantity(
                     one.pop("targetValue"), f"{one.where}.targetValue"
                 )
                 for one in metrics
@@ -148,7 +148,7 @@ def common_metrics(read: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]
     return first if all(one == first for one in others) else None
 
 
-def metric_sources(target: Fields, warnings: list[str]) -> list[MetricBlock]:
+def metric_sources(target: FieldReader, warnings: list[str]) -> list[MetricBlock]:
     """Of ``metricSources``, or of ``metricEndpoint``, as it was earlier; raises Invalid."""
     found = []
     if "metricEndpoint" in target:
@@ -169,7 +169,7 @@ def metric_sources(target: Fields, warnings: list[str]) -> list[MetricBlock]:
     return found
 
 
-def _of_endpoint(endpoint: Fields, warnings: list[str]) -> dict[str, Any]:
+def _of_endpoint(endpoint: FieldReader, warnings: list[str]) -> dict[str, Any]:
     if endpoint.pop("labelSelector"):
         text = "not carried over; the page of each entry pod is read"
         warnings.append(f"{endpoint.where}.labelSelector: {text}")
@@ -187,7 +187,7 @@ class ScaledUnit(msgspec.Struct, frozen=True):
     metrics: ReplicaMetrics | None = None
     is_fixed: bool = False
 
-    def metrics_over(self, of_policy: ReplicaMetrics) -> ReplicaMetrics:
+    def effective_metrics(self, of_policy: ReplicaMetrics) -> ReplicaMetrics:
         """Its own if it has any; none if nothing has to be decided."""
         return ReplicaMetrics({}) if self.is_fixed and self.metrics is None else self.metrics or of_policy
 
@@ -199,7 +199,7 @@ class BindingTargets(msgspec.Struct, frozen=True):
     units: Sequence[ScaledUnit]
 
 
-def convert_targets(spec: Fields, namespace: str, warnings: list[str]) -> BindingTargets:
+def convert_targets(spec: FieldReader, namespace: str, warnings: list[str]) -> BindingTargets:
     """Raises Invalid unless there is exactly one form."""
     found = [one for one in TARGETS if one in spec]
     if len(found) != 1:
@@ -212,14 +212,14 @@ def convert_targets(spec: Fields, namespace: str, warnings: list[str]) -> Bindin
     return _roles(block, namespace, warnings)
 
 
-def _one(block: Fields, namespace: str, warnings: list[str]) -> BindingTargets:
+def _one(block: FieldReader, namespace: str, warnings: list[str]) -> BindingTargets:
     inner = block.pop_fields("target")
     reference = _reference(inner.pop_fields("targetRef"), namespace, warnings)
     target = {"name": unique_target_names([reference["name"]])[0], "ref": reference, **_bounds(block)}
     return BindingTargets({"targets": [target]}, [ScaledUnit(metric_sources(inner, warnings))])
 
 
-def _several(block: Fields, namespace: str, warnings: list[str]) -> BindingTargets:
+def _several(block: FieldReader, namespace: str, warnings: list[str]) -> BindingTargets:
     targets, units = [], []
     for one in block.pop_objects("params"):
         inner = one.pop_fields("target")
@@ -243,7 +243,7 @@ def _several(block: Fields, namespace: str, warnings: list[str]) -> BindingTarge
     return BindingTargets({"targets": named, "allocation": "Priority"}, units)
 
 
-def _roles(block: Fields, namespace: str, warnings: list[str]) -> BindingTargets:
+def _roles(block: FieldReader, namespace: str, warnings: list[str]) -> BindingTargets:
     reference = _reference(block.pop_fields("targetRef"), namespace, warnings)
     text = (
         f"roles are scaled in a ModelInfer; make one of that name from the {reference['kind']} {reference['name']},"
@@ -269,7 +269,7 @@ def _roles(block: Fields, namespace: str, warnings: list[str]) -> BindingTargets
     return BindingTargets(spec, units)
 
 
-def _ratio(block: Fields, names: Mapping[str, str], warnings: list[str]) -> dict[str, Any]:
+def _ratio(block: FieldReader, names: Mapping[str, str], warnings: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field, role in (("numerator", "numeratorRole"), ("denominator", "denominatorRole")):
         name = block.pop_required(role)
@@ -277,18 +277,18 @@ def _ratio(block: Fields, names: Mapping[str, str], warnings: list[str]) -> dict
             raise ConversionFailed(f"{block.where}.{role}: there is no role {name}")
         found[field] = names[name]
     for field, theirs in (("min", "minRatio"), ("max", "maxRatio")):
-        value = quantity(block.pop(theirs), f"{block.where}.{theirs}")
+        value = parse_quantity(block.pop(theirs), f"{block.where}.{theirs}")
         if value <= 0:
             warnings.append(f"{block.where}.{theirs}: is 0; {_SMALLEST} is written, since it must be above 0 here")
         found[field] = value if value > 0 else _SMALLEST
     return found
 
 
-def _bounds(block: Fields) -> dict[str, Any]:
+def _bounds(block: FieldReader) -> dict[str, Any]:
     return {"minReplicas": block.pop_number("minReplicas", 0), "maxReplicas": block.pop_number("maxReplicas", 1)}
 
 
-def _reference(reference: Fields, namespace: str, warnings: list[str]) -> dict[str, str]:
+def _reference(reference: FieldReader, namespace: str, warnings: list[str]) -> dict[str, str]:
     theirs = reference.pop("namespace", namespace)
     if theirs != namespace:
         warnings.append(f"{reference.where}.namespace: {theirs} is another namespace; a binding scales its own alone")
@@ -307,7 +307,7 @@ class _Policy:
 
     def __init__(self, thing: Object, title: str) -> None:
         self.thing = thing
-        self.spec = Fields(thing.get("spec") or {}, f"{title}: spec")
+        self.spec = FieldReader(thing.get("spec") or {}, f"{title}: spec")
         self.warnings = [f"{title}: delete it, or their autoscaler, before ours is applied: else both write replicas"]
         tolerance = self.spec.pop_number("tolerancePercent", 10) / 100
         self._behavior, self._panic = behavior_and_panic(self.spec.pop_fields("behavior"), tolerance, self.warnings)
@@ -350,7 +350,7 @@ def convert(objects: Sequence[tuple[Object, str]]) -> ConversionResult:
     bindings = [_binding(one.thing, one.spec, one, warnings) for one in policies.values() if one.has_targets]
     for thing, title in objects:
         if thing["kind"] == "AutoscalingPolicyBinding":
-            spec = Fields(thing.get("spec") or {}, f"{title}: spec")
+            spec = FieldReader(thing.get("spec") or {}, f"{title}: spec")
             bindings.append(_binding(thing, spec, _policy_of(thing, spec, title, policies), warnings))
             warnings += spec.unused_warnings()
     # bindings come first: they decide which policies are made
@@ -359,7 +359,7 @@ def convert(objects: Sequence[tuple[Object, str]]) -> ConversionResult:
     return ConversionResult((*made, *bindings), (*of_policies, *warnings))
 
 
-def _policy_of(binding: Object, spec: Fields, title: str, policies: Mapping[tuple[str, str], _Policy]) -> _Policy:
+def _policy_of(binding: Object, spec: FieldReader, title: str, policies: Mapping[tuple[str, str], _Policy]) -> _Policy:
     name = spec.pop_fields("policyRef").pop_required("name")
     found = policies.get((_key(binding)[0], name))
     if found is None:
@@ -374,10 +374,12 @@ def _key(thing: Object) -> tuple[str, str]:
     return str(metadata.get("namespace", "")), str(metadata.get("name", ""))
 
 
-def _binding(thing: Object, spec: Fields, policy: _Policy, warnings: list[str]) -> Object:
+def _binding(thing: Object, spec: FieldReader, policy: _Policy, warnings: list[str]) -> Object:
     namespace, name = _key(thing)
     found = convert_targets(spec, namespace, warnings)
-    read = [one.metrics_over(policy.metrics).policy_metrics(one.sources, spec.where, warnings) for one in found.units]
+    read = [
+        one.effective_metrics(policy.metrics).policy_metrics(one.sources, spec.where, warnings) for one in found.units
+    ]
     metrics = common_metrics(read)
     if metrics is None:
         names = sorted({metric["name"] for one in read for metric in one})

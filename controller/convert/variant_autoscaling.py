@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.convert.fields import (
+from controller.convert.foreign_fields import (
     ConversionFailed,
     ConversionResult,
-    Fields,
+    FieldReader,
     Object,
     new_object,
-    object_name,
-    quantity,
+    parse_quantity,
+    to_object_name,
     unique_target_names,
 )
 
@@ -57,7 +57,7 @@ def convert(objects: Sequence[tuple[Object, str]]) -> ConversionResult:
     counts = Counter[tuple[str, str]]()
     for (namespace, model), variants in by_model.items():
         # two models may differ in nothing but what a name may not have
-        name = object_name(model.rsplit("/", 1)[-1])
+        name = to_object_name(model.rsplit("/", 1)[-1])
         stem = namespace, name[:56]
         while (namespace, name) in taken:
             counts[stem] += 1
@@ -70,7 +70,7 @@ def convert(objects: Sequence[tuple[Object, str]]) -> ConversionResult:
 
 
 def _variant(thing: Object, name: str) -> _Variant:
-    fields = Fields(thing.get("spec") or {}, f"{name}: spec")
+    fields = FieldReader(thing.get("spec") or {}, f"{name}: spec")
     metadata = thing.get("metadata") or {}
     labels = metadata.get("labels") or {}
     warnings: list[str] = []
@@ -78,7 +78,7 @@ def _variant(thing: Object, name: str) -> _Variant:
     target: dict[str, Any] = {"ref": _reference(fields, str(metadata.get("name", "")), warnings)}
     if "variantCost" not in fields:
         warnings.append(f"{fields.where}.variantCost: is not there; {_COST} is what it counts as")
-    target["cost"] = quantity(fields.pop("variantCost", _COST), f"{fields.where}.variantCost")
+    target["cost"] = parse_quantity(fields.pop("variantCost", _COST), f"{fields.where}.variantCost")
     if "maxReplicas" not in fields:
         text = f"{_MOST} is the default of later versions; earlier ones had their bounds from the HPA"
         warnings.append(f"{fields.where}.maxReplicas: is not there; {text}")
@@ -111,7 +111,7 @@ def _variant(thing: Object, name: str) -> _Variant:
     return _Variant(thing, model, target, [*warnings, *fields.unused_warnings()])
 
 
-def _reference(fields: Fields, own_name: str, warnings: list[str]) -> dict[str, str]:
+def _reference(fields: FieldReader, own_name: str, warnings: list[str]) -> dict[str, str]:
     reference = fields.pop_fields("scaleTargetRef")
     if "scaleTargetRef" not in fields:
         warnings.append(f"{fields.where}.scaleTargetRef: is not there; the Deployment of the same name is meant")
@@ -123,17 +123,17 @@ def _reference(fields: Fields, own_name: str, warnings: list[str]) -> dict[str, 
     return {"apiVersion": version, "kind": kind, "name": reference.pop_required("name")}
 
 
-def _capacity(profile: Fields, warnings: list[str]) -> dict[str, Any]:
+def _capacity(profile: FieldReader, warnings: list[str]) -> dict[str, Any]:
     """Of its model of latencies, in milliseconds: alpha + beta * batch, and gamma + delta * tokens * batch."""
     performance = profile.pop_fields("perfParms")
     decode, prefill = performance.pop_fields("decodeParms"), performance.pop_fields("prefillParms")
     found: dict[str, Any] = {}
     if "alpha" in decode:
-        alpha, beta = (quantity(decode.pop(one, "0"), f"{decode.where}.{one}") for one in ("alpha", "beta"))
+        alpha, beta = (parse_quantity(decode.pop(one, "0"), f"{decode.where}.{one}") for one in ("alpha", "beta"))
         found["step"] = f"{alpha + beta:g}ms"
         warnings.append(f"{decode.where}: only a step with one request is carried over; the rest is measured")
     if "delta" in prefill:
-        delta = quantity(prefill.pop("delta"), f"{prefill.where}.delta")
+        delta = parse_quantity(prefill.pop("delta"), f"{prefill.where}.delta")
         prefill.pop("gamma")
         if delta > 0:
             found["prefillTokensPerSecond"] = round(1000 / delta, 1)

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from controller.gateway.compile.referenced_secrets import ReferencedKey
-    from controller.kube.cache import InformerSet
     from controller.kube.informer import Informer
     from controller.kube.resources import Object
+    from controller.kube.shared_informers import InformerSet
 
 # kinds that a cluster may lack, or that our account may not read
 _OPTIONAL: Final = (
@@ -65,7 +65,7 @@ def gateway_informers(cache: InformerSet) -> dict[str, Informer]:
     return {one.resource.kind: one for one in informers}
 
 
-class GatewayInputs:
+class GatewayInformers:
     """``on_change`` is called when something has changed; ``changes`` has it."""
 
     def __init__(self, informers: Mapping[str, Informer], on_change: Callable[[], None]) -> None:
@@ -98,7 +98,7 @@ class GatewayInputs:
         informer.subscribe(lambda key: self.mark_changed(kind, key))
 
 
-class ReferencedObjects:
+class ReferencedObjectInformers:
     """Secrets, ConfigMaps and definitions that others refer to: an informer for each by its name, and no others are
     read.
     """

@@ -21,7 +21,12 @@ from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.programmed_condition import ConfigConsumer, add_programmed_condition, are_statuses_known
 from controller.gateway.directory_writer import DirectoryWriter
-from controller.gateway.informers import REFERENCED_KINDS, GatewayInputs, ReferencedObjects, gateway_informers
+from controller.gateway.informers import (
+    REFERENCED_KINDS,
+    GatewayInformers,
+    ReferencedObjectInformers,
+    gateway_informers,
+)
 from controller.gateway.statuses import ConsumerReports, StatusWriter
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s
 from controller.kube.informer import InformerTiming
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.compiler import CompileResult
     from controller.gateway.metrics import GatewayMetrics
     from controller.kube.client import Client
-    from controller.kube.lease import LeaderElection
+    from controller.kube.leader_election import LeaderElection
     from controller.kube.resources import Object
     from extproc.api.picker_config import PickerCheck
 
@@ -95,8 +100,8 @@ class GatewayRunner:
                 informers=timing,
             ),
         )
-        self._inputs = GatewayInputs(gateway_informers(controller.cache), lambda: controller.enqueue_soon(DIRECTORY))
-        self._referenced = ReferencedObjects(controller.cache, self._inputs.mark_changed)
+        self._inputs = GatewayInformers(gateway_informers(controller.cache), lambda: controller.enqueue_soon(DIRECTORY))
+        self._referenced = ReferencedObjectInformers(controller.cache, self._inputs.mark_changed)
         self._compiler = Compiler(
             settings.gateway_config,
             settings.gateway_api,

@@ -15,8 +15,8 @@ from controller.gateway.compile.programmed_condition import ConfigConsumer
 from controller.kube.conditions import WantedStatus, condition_transitions, merge_status
 from controller.kube.controller import wall_clock_s
 from controller.kube.errors import ClusterError, Conflict, NotFound
+from controller.kube.event_recorder import make_event
 from controller.kube.kinds import GATEWAY_KINDS
-from controller.kube.recorder import make_event
 from controller.kube.resources import (
     EVENTS,
     GATEWAY_CLASSES,

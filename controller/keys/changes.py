@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from extproc.api import spec as patterns
 from extproc.api.authentication import KeyBudgets, KeyRateLimits, ModelPattern, Reports
-from extproc.api.errors import format_path, one_line
+from extproc.api.config_errors import format_path, one_line
 from extproc.api.key_store import (
     MOST_KEYS,
     MOST_RETIRED,
@@ -28,7 +28,7 @@ from extproc.api.spec import NonEmpty, Spec
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from extproc.api.errors import Finding
+    from extproc.api.config_errors import Finding
 
 T = TypeVar("T", bound=Spec)
 # It is part of each request's row, and of headers.
@@ -74,19 +74,19 @@ class KeyUpdate(Spec, frozen=True):
     expires_in: Duration | UnsetType = UNSET
 
 
-class NewKey(msgspec.Struct, frozen=True):
+class KeyIdAndDigest(msgspec.Struct, frozen=True):
     """What chance gives: an id, and the SHA-256 of a key."""
 
     id: str
     digest: str
 
 
-def key_request(plain: object) -> KeyRequest:
+def parse_key_request(plain: object) -> KeyRequest:
     """Raises KeyRefused."""
     return _converted(plain, KeyRequest)
 
 
-def key_update(plain: object) -> KeyUpdate:
+def parse_key_update(plain: object) -> KeyUpdate:
     """Raises KeyRefused."""
     return _converted(plain, KeyUpdate)
 
@@ -99,7 +99,7 @@ def _converted(plain: object, cls: type[T]) -> T:
 
 
 def create(
-    store: KeyStoreSpec, asked: KeyRequest, new: NewKey, now: datetime, *, taken: Collection[str] = ()
+    store: KeyStoreSpec, asked: KeyRequest, new: KeyIdAndDigest, now: datetime, *, taken: Collection[str] = ()
 ) -> tuple[KeyStoreSpec, VirtualKey]:
     """``taken``: names of keys of the GatewayConfig. Raises KeyRefused."""
     if len(store.keys) >= MOST_KEYS:

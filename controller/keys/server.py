@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from aiohttp import web
 
-from controller.keys.changes import KeyRefused, find_key, key_for_display, key_request, key_update
+from controller.keys.changes import KeyRefused, find_key, key_for_display, parse_key_request, parse_key_update
 from extproc.api.quantities import Duration
 from extproc.api.untrusted_files import read_token
 
@@ -81,7 +81,7 @@ class KeysApi:
         return _json(key_for_display(find_key(store, request.match_info["key"]), self._admin.now))
 
     async def _create(self, request: web.Request) -> web.Response:
-        asked = key_request(await _body(request))
+        asked = parse_key_request(await _body(request))
         return await self._made(await self._do(self._admin.create, asked, _actor(request)), 201)
 
     async def _rotate(self, request: web.Request) -> web.Response:
@@ -95,7 +95,7 @@ class KeysApi:
         return await self._made(made, 200)
 
     async def _update(self, request: web.Request) -> web.Response:
-        asked = key_update(await _body(request))
+        asked = parse_key_update(await _body(request))
         return await self._shown(await self._do(self._admin.update, request.match_info["key"], asked, _actor(request)))
 
     async def _revoke(self, request: web.Request) -> web.Response:

@@ -22,10 +22,10 @@ import msgspec
 
 from controller.bundle.atomic_files import replace_file
 from controller.keys import changes
-from controller.keys.changes import KeyRefused, NewKey
+from controller.keys.changes import KeyIdAndDigest, KeyRefused
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import MAX_JSON_BYTES, ConfigDirectory
 from extproc.api.decode import read_key_store
-from extproc.api.errors import ConfigInvalid
 from extproc.api.key_store import KEYS_FILE, KeyStoreSpec, VirtualKey, to_json_fields
 from extproc.api.spec import API_VERSION
 from extproc.api.untrusted_files import open_regular
@@ -73,7 +73,7 @@ class AuditLine(msgspec.Struct, frozen=True):
     action: str
     actor: str
 
-    def of(self, key: VirtualKey) -> dict[str, object]:
+    def with_key(self, key: VirtualKey) -> dict[str, object]:
         """With the key that it is about."""
         plain: dict[str, object] = msgspec.to_builtins(self)
         return {**plain, "id": key.id, "name": key.name, "tenant": key.tenant}
@@ -117,7 +117,7 @@ class KeyAdmin:
         taken, key = self.place.names_in_use(), random_key()
 
         def change(store: KeyStoreSpec) -> _Change:
-            new = NewKey(secrets.token_hex(6), _digest(key))
+            new = KeyIdAndDigest(secrets.token_hex(6), _digest(key))
             secret = store.cache_secret or secrets.token_hex(16)
             store = msgspec.structs.replace(store, cache_secret=secret)
             return changes.create(store, asked, new, self.now, taken=taken)
@@ -201,11 +201,11 @@ class KeyStoreFile:
             content = to_document(after)
             if len(content) > MAX_JSON_BYTES:
                 raise KeyRefused(f"{self.file} would have more than {MAX_JSON_BYTES} bytes; delete keys", 409)
-            self._audit(line.of(key))
+            self._audit(line.with_key(key))
             try:
                 replace_file(self.file, content, self._mode())
             except OSError as error:
-                self._audit({**line.of(key), "failed": str(error.strerror)})
+                self._audit({**line.with_key(key), "failed": str(error.strerror)})
                 raise
         return key
 

@@ -47,7 +47,7 @@ class User(msgspec.Struct, frozen=True):
     extra: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
-class PageAccess(msgspec.Struct, frozen=True):
+class NonResourceAccess(msgspec.Struct, frozen=True):
     """A path outside of the API: ``verb`` in small letters."""
 
     verb: str
@@ -90,7 +90,7 @@ class RequestAuthorizer:
             self._users.put(key, await self._reviewed(token))
         return self._users.get(key)
 
-    async def is_allowed(self, user: User, what: PageAccess | ResourceAccess) -> bool:
+    async def is_allowed(self, user: User, what: NonResourceAccess | ResourceAccess) -> bool:
         """Whether this is allowed."""
         if _MASTERS in user.groups:
             return True
@@ -147,7 +147,7 @@ def authorization_middleware(callers: RequestAuthorizer) -> Middleware:
             user = await callers.user_of(request.headers.get("authorization", ""))
             if user is None:
                 return web.Response(status=401, text="a token is needed\n", headers={"www-authenticate": "Bearer"})
-            if not await callers.is_allowed(user, PageAccess(request.method.lower(), request.path)):
+            if not await callers.is_allowed(user, NonResourceAccess(request.method.lower(), request.path)):
                 return web.Response(status=403, text=f"{user.name} may not {request.method} {request.path}\n")
         except ClusterError as error:
             log.warning("nobody can be let in to %s: %s", request.path, error)

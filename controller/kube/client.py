@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import aiohttp
 import msgspec
 
-from controller.audit import VERBS, place_of
+from controller.audit import VERBS, object_place_from_path
 from controller.kube.errors import ClusterError, Expired, NotFound, Unreachable, error_for, error_in_watch
 from controller.kube.resources import PODS, Object, Resource, split_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
-    from controller.audit import Audit
+    from controller.audit import AuditLog
     from controller.kube.cluster_access import ClusterAccess
 
     Observed = Callable[["ApiCall", float], None]
@@ -100,7 +100,7 @@ class Client:
         *,
         manager: str,
         timeout_s: float = 30.0,
-        audit: Audit | None = None,
+        audit: AuditLog | None = None,
         observed: Observed | None = None,
     ) -> None:
         self.access = access
@@ -377,7 +377,7 @@ class Client:
 def describe_api_call(method: str, path: str, query: Mapping[str, str] | None, status: int) -> ApiCall:
     """Names of a call. Paths that name no objects, such as those of discovery and health, have no resource."""
     try:
-        place = place_of(path)
+        place = object_place_from_path(path)
         resource, name = f"{place.resource}/{place.subresource}".rstrip("/"), place.name
     except LookupError:
         resource, name = "", path
@@ -391,7 +391,7 @@ async def connect(
     *,
     manager: str,
     timeout_s: float = 30.0,
-    audit: Audit | None = None,
+    audit: AuditLog | None = None,
     observed: Observed | None = None,
 ) -> AsyncIterator[Client]:
     """A client with a session of its own. ``manager``: the name under which fields are owned. ``audit``: records what

@@ -78,16 +78,16 @@ def find_access(environment: Mapping[str, str] = os.environ, account: Path = _AC
     """
     given = environment.get("KUBECONFIG", "")
     if given:
-        return from_kubeconfig(Path(given.split(os.pathsep)[0]))
+        return access_from_kubeconfig(Path(given.split(os.pathsep)[0]))
     if environment.get("KUBERNETES_SERVICE_HOST"):
-        return in_cluster(environment, account)
+        return in_cluster_access(environment, account)
     default = Path(environment.get("HOME", "/root")) / ".kube" / "config"
     if default.is_file():
-        return from_kubeconfig(default)
+        return access_from_kubeconfig(default)
     raise AccessInvalid("no cluster: set KUBECONFIG, or run in a pod with a service account")
 
 
-def in_cluster(environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> ClusterAccess:
+def in_cluster_access(environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> ClusterAccess:
     """The API server as a pod sees it, with its service account; raises AccessInvalid."""
     host = environment.get("KUBERNETES_SERVICE_HOST", "")
     port = environment.get("KUBERNETES_SERVICE_PORT", "443")
@@ -104,7 +104,7 @@ def in_cluster(environment: Mapping[str, str] = os.environ, account: Path = _ACC
     return ClusterAccess(f"https://{address}", ca=ca, namespace=namespace, token_file=str(account / "token"))
 
 
-def from_kubeconfig(path: Path, context: str | None = None) -> ClusterAccess:
+def access_from_kubeconfig(path: Path, context: str | None = None) -> ClusterAccess:
     """The current, or the named, context of a kubeconfig; raises AccessInvalid.
 
     Credential plugins (``exec``, ``auth-provider``) are not run: the controller runs under a service account.

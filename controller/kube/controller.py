@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from controller.audit import caused_by
-from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.conditions import status_to_write
-from controller.kube.executor import Executor, Expectations, ObjectRefused
+from controller.kube.event_recorder import EventRecorder
 from controller.kube.informer import InformerTiming
-from controller.kube.queue import QueueTiming, WorkQueue
-from controller.kube.recorder import Recorder
+from controller.kube.plan_executor import Executor, Expectations, ObjectRefused
 from controller.kube.resources import timestamp_of
+from controller.kube.shared_informers import InformerSet, SharedInformers
+from controller.kube.work_queue import QueueTiming, WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from controller.kube.client import Client
+    from controller.kube.event_recorder import Counted
     from controller.kube.plan import Action, KubeEvent
-    from controller.kube.recorder import Counted
     from controller.kube.resources import Object, Resource
 
 Key = TypeVar("Key", bound=Hashable)
@@ -97,7 +97,7 @@ class Controller(Generic[Key]):
         self._measured = measured
         self._wrote: Counted = wrote or _uncounted
         self._executor = Executor(client, self.expectations, self.cache.get, clock=loop_clock_s, counted=self._wrote)
-        self._recorder = Recorder(client, client.manager, loop_clock_s, self._wrote)
+        self._recorder = EventRecorder(client, client.manager, loop_clock_s, self._wrote)
         self._sources: list[tuple[str, Source]] = []
         self._after_sync: list[tuple[str, Source]] = []
         self._on_synced: list[Callable[[], None]] = []

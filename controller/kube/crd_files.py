@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from controller.kube.kinds import KINDS, definition_of
+from controller.kube.kinds import KINDS, crd_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def files() -> Mapping[str, str]:
+def crd_yaml_files() -> Mapping[str, str]:
     """Every definition as YAML, by the name of its file, and the list of them for kustomize."""
-    found = {f"{kind.resource.group}_{kind.resource.plural}.yaml": _to_yaml(definition_of(kind)) for kind in KINDS}
+    found = {f"{kind.resource.group}_{kind.resource.plural}.yaml": _to_yaml(crd_object(kind)) for kind in KINDS}
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",

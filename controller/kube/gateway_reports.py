@@ -23,10 +23,10 @@ from extproc.api.status_pages import (
     DEMAND_PATH,
     LOADS_LABEL,
     LOADS_PATH,
-    Demand,
     EndpointLoad,
-    changed_since,
-    complete_demand,
+    ProcessDemand,
+    apply_demand_delta,
+    demand_delta,
     total_loads,
 )
 
@@ -62,7 +62,7 @@ _MOST_OWN: Final = 32
 _RETRY_S: Final = 30.0
 # Processes of a pod in a stream.
 _MOST_SLOTS: Final = 64
-_DEMAND_DECODER: Final = msgspec.json.Decoder(Demand)
+_DEMAND_DECODER: Final = msgspec.json.Decoder(ProcessDemand)
 
 
 async def read_loads(http: aiohttp.ClientSession, addresses: Iterable[str]) -> Loads | None:
@@ -125,7 +125,7 @@ BROKEN: Final = (TimeoutError, aiohttp.ClientError, OSError, DemandStreamInvalid
 
 async def stream_demand_reports(
     http: aiohttp.ClientSession, address: str, *, is_trusted: bool = True
-) -> AsyncGenerator[Demand]:
+) -> AsyncGenerator[ProcessDemand]:
     """Demand reports from ``address`` (``ip:port``). Lines may have changed servers alone; messages have all, and
     unchanged ones are the same objects as in the message before.
 
@@ -157,16 +157,16 @@ class _StreamState:
     def __init__(self, *, is_trusted: bool) -> None:
         self.longest = _LONGEST_LINE if is_trusted else _LONGEST_OWN_LINE
         self._is_trusted = is_trusted
-        self._last: dict[str, Demand] = {}
+        self._last: dict[str, ProcessDemand] = {}
         self._bytes: dict[str, int] = {}
 
-    def message(self, line: bytes) -> Demand:
+    def message(self, line: bytes) -> ProcessDemand:
         """From the next line; raises BadStream."""
         try:
             said = _DEMAND_DECODER.decode(line)
         except (ValueError, RecursionError) as error:  # the decoder's error is a ValueError
             raise DemandStreamInvalid(f"a line is no message: {error}") from None
-        whole = complete_demand(said, self._last.get(said.slot) if self._is_trusted else None)
+        whole = apply_demand_delta(said, self._last.get(said.slot) if self._is_trusted else None)
         if whole is None:
             raise DemandStreamInvalid("a line does not go on from the one before")
         # a process that does not answer has no servers in its line
@@ -204,7 +204,7 @@ class DemandFeed:
     def __init__(
         self,
         gateways: Callable[[], Mapping[str, Object]],
-        on_demand: Callable[[str, Demand, float], None],
+        on_demand: Callable[[str, ProcessDemand, float], None],
         *,
         clock: Callable[[], float],
         rng: Random,
@@ -296,14 +296,14 @@ class DemandRelay:
         """``addresses``: where the processes have their pages."""
         self._http = http
         self._addresses = addresses
-        self._latest: dict[str, Demand] = {}
+        self._latest: dict[str, ProcessDemand] = {}
         self._news = asyncio.Event()
 
     async def lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
         """Lines as they arrive; for a process that does not answer, a line without counts once a second. ``changes``:
         without unchanged servers.
         """
-        sent: dict[str, Demand] = {}
+        sent: dict[str, ProcessDemand] = {}
         following = [asyncio.create_task(self._follow(one), name=f"demand of {one}") for one in self._addresses]
         loop = asyncio.get_running_loop()
         said_at_s = dict.fromkeys(self._addresses, loop.time())
@@ -319,7 +319,7 @@ class DemandRelay:
                     if said is not None:
                         before, sent[address] = sent.get(address), said
                         said_at_s[address] = now
-                        yield _encoded(changed_since(said, before) if changes and before is not None else said)
+                        yield _encoded(demand_delta(said, before) if changes and before is not None else said)
                     elif now - said_at_s[address] >= _SILENT_S:
                         said_at_s[address] = now
                         yield _encoded(_silent(address))
@@ -350,14 +350,14 @@ class DemandRelay:
             await asyncio.sleep(FIRST_WAIT_S)
 
 
-def _with_slot(slot: str, said: Demand) -> Demand:
+def _with_slot(slot: str, said: ProcessDemand) -> ProcessDemand:
     """A message that names no slot, with one."""
     return msgspec.structs.replace(said, slot=slot)
 
 
-def _silent(slot: str) -> Demand:
-    return Demand("", 0, 0.0, slot=slot)
+def _silent(slot: str) -> ProcessDemand:
+    return ProcessDemand("", 0, 0.0, slot=slot)
 
 
-def _encoded(said: Demand) -> bytes:
+def _encoded(said: ProcessDemand) -> bytes:
     return msgspec.json.encode(said) + b"\n"

@@ -79,7 +79,7 @@ class Store:
             return [key] if self._objects.pop(key, None) is not None else []
         return self._put(key, event.object)
 
-    def take_in(self, thing: Object) -> list[str]:
+    def apply_write_answer(self, thing: Object) -> list[str]:
         """What the server has answered to our write of an object; the key if that is news. One that is not here is left
         to the watch: it may be gone since, or was never selected.
         """
@@ -201,9 +201,9 @@ class Informer:
         """One object, None if there is none."""
         return self._store.objects.get(key)
 
-    def take_in(self, thing: Object) -> None:
+    def apply_write_answer(self, thing: Object) -> None:
         """An object of the kind as the server has answered to our write of it."""
-        self._notify(self._store.take_in(thing))
+        self._notify(self._store.apply_write_answer(thing))
 
     def subscribe(self, listener: Listener) -> None:
         """Call ``listener`` with each key that changes from now on, and at each resync."""
@@ -320,20 +320,20 @@ class _Interrupted(Exception):
 
 def without_managed_fields(thing: Object) -> Object:
     """The object without ``managedFields``."""
-    return {**thing, "metadata": without(thing["metadata"], ("managedFields",))}
+    return {**thing, "metadata": without_fields(thing["metadata"], ("managedFields",))}
 
 
-def viewed(read: Callable[[Object], object]) -> Transform:
+def view_transform(read: Callable[[Object], object]) -> Transform:
     """Of an object, what ``read`` makes of it is kept as ``view``, and its identity."""
     return lambda thing: {"metadata": identity_of(thing), "view": read(thing)}
 
 
-def only(thing: Object, names: Iterable[str]) -> Object:
+def only_fields(thing: Object, names: Iterable[str]) -> Object:
     """These fields of it."""
     return {name: thing[name] for name in names if name in thing}
 
 
-def without(thing: Object, names: Iterable[str]) -> Object:
+def without_fields(thing: Object, names: Iterable[str]) -> Object:
     """All but these fields of it."""
     left = set(names)
     return {name: value for name, value in thing.items() if name not in left}

@@ -27,7 +27,7 @@ _DOCUMENTS: Final = {one.document for one in DOCUMENT_KINDS}
 _NAMES: Final = {"apiVersion": "The version of this schema.", "kind": "What this object is."}
 
 
-class Column(msgspec.Struct, frozen=True):
+class PrinterColumn(msgspec.Struct, frozen=True):
     """A column of ``kubectl get``. ``path``: where it stands in the object. ``wide``: only with ``-o wide``."""
 
     name: str
@@ -50,7 +50,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     resource: Resource
     short_names: tuple[str, ...]
     document: type
-    columns: tuple[Column, ...]
+    columns: tuple[PrinterColumn, ...]
     status: type = statuses.Status
     conditions: str = ""
     scaled_by: tuple[str, str, str] | None = None
@@ -64,17 +64,17 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return self.resource.kind
 
 
-def _condition(name: str) -> Column:
-    return Column(name, f'.status.conditions[?(@.type=="{name}")].status')
+def _condition(name: str) -> PrinterColumn:
+    return PrinterColumn(name, f'.status.conditions[?(@.type=="{name}")].status')
 
 
 # Of the first condition that is not as it should be: for kinds whose conditions are all True where nothing is wrong.
-_REASON: Final = Column("Reason", '.status.conditions[?(@.status!="True")].reason')
-_AGE: Final = Column("Age", ".metadata.creationTimestamp", "date")
+_REASON: Final = PrinterColumn("Reason", '.status.conditions[?(@.status!="True")].reason')
+_AGE: Final = PrinterColumn("Age", ".metadata.creationTimestamp", "date")
 _RUNTIME_COLUMNS: Final = (
-    Column("Engine", ".spec.engine"),
-    Column("Formats", ".spec.supports[*].name"),
-    Column("Disabled", ".spec.disabled", "boolean"),
+    PrinterColumn("Engine", ".spec.engine"),
+    PrinterColumn("Formats", ".spec.supports[*].name"),
+    PrinterColumn("Disabled", ".spec.disabled", "boolean"),
     _AGE,
 )
 KINDS: Final[tuple[Kind, ...]] = (
@@ -84,12 +84,12 @@ KINDS: Final[tuple[Kind, ...]] = (
         document=ModelRoute,
         status=statuses.ModelRouteStatus,
         columns=(
-            Column("Model", ".spec.modelName"),
+            PrinterColumn("Model", ".spec.modelName"),
             _condition("Accepted"),
             _condition("ResolvedRefs"),
             _condition("Programmed"),
             _REASON,
-            Column("Adapters", ".spec.loraAdapters", wide=True),
+            PrinterColumn("Adapters", ".spec.loraAdapters", wide=True),
             _AGE,
         ),
     ),
@@ -99,11 +99,11 @@ KINDS: Final[tuple[Kind, ...]] = (
         document=ModelServer,
         status=statuses.ModelServerStatus,
         columns=(
-            Column("Model", ".spec.model"),
-            Column("Engine", ".spec.engine"),
-            Column("Ready", ".status.ready", "integer"),
-            Column("Endpoints", ".status.endpoints", "integer"),
-            Column("Draining", ".status.draining", "integer", wide=True),
+            PrinterColumn("Model", ".spec.model"),
+            PrinterColumn("Engine", ".spec.engine"),
+            PrinterColumn("Ready", ".status.ready", "integer"),
+            PrinterColumn("Endpoints", ".status.endpoints", "integer"),
+            PrinterColumn("Draining", ".status.draining", "integer", wide=True),
             _condition("Programmed"),
             _REASON,
             _AGE,
@@ -115,8 +115,8 @@ KINDS: Final[tuple[Kind, ...]] = (
         document=GatewayConfig,
         status=statuses.GatewayConfigStatus,
         columns=(
-            Column("Listen", ".spec.listen"),
-            Column("FailureMode", ".status.failureMode"),
+            PrinterColumn("Listen", ".spec.listen"),
+            PrinterColumn("FailureMode", ".status.failureMode"),
             _condition("Accepted"),
             _condition("Programmed"),
             _REASON,
@@ -132,7 +132,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         conditions="Accepted (False: all requests to its targets are denied), ResolvedRefs (its targets exist),"
         " Programmed (it is in the served configuration)",
         columns=(
-            Column("Targets", ".spec.targetRefs[*].name"),
+            PrinterColumn("Targets", ".spec.targetRefs[*].name"),
             _condition("Accepted"),
             _condition("ResolvedRefs"),
             _condition("Programmed"),
@@ -148,12 +148,12 @@ KINDS: Final[tuple[Kind, ...]] = (
         document=ModelInfer,
         status=statuses.ModelInferStatus,
         columns=(
-            Column("Replicas", ".spec.replicas", "integer"),
-            Column("Ready", ".status.readyReplicas", "integer"),
-            Column("Updated", ".status.updatedReplicas", "integer"),
+            PrinterColumn("Replicas", ".spec.replicas", "integer"),
+            PrinterColumn("Ready", ".status.readyReplicas", "integer"),
+            PrinterColumn("Updated", ".status.updatedReplicas", "integer"),
             _condition("Available"),
-            Column("Status", ".status.summary"),
-            Column("Revision", ".status.updateRevision", wide=True),
+            PrinterColumn("Status", ".status.summary"),
+            PrinterColumn("Revision", ".status.updateRevision", wide=True),
             _AGE,
         ),
         scaled_by=(".spec.replicas", ".status.replicas", ".status.labelSelector"),
@@ -164,10 +164,10 @@ KINDS: Final[tuple[Kind, ...]] = (
         document=ModelInferRole,
         status=statuses.ModelInferRoleStatus,
         columns=(
-            Column("ModelInfer", ".spec.modelInfer"),
-            Column("Role", ".spec.role"),
-            Column("Replicas", ".spec.replicas", "integer"),
-            Column("Ready", ".status.readyReplicas", "integer"),
+            PrinterColumn("ModelInfer", ".spec.modelInfer"),
+            PrinterColumn("Role", ".spec.role"),
+            PrinterColumn("Replicas", ".spec.replicas", "integer"),
+            PrinterColumn("Ready", ".status.readyReplicas", "integer"),
             _AGE,
         ),
         scaled_by=(".spec.replicas", ".status.replicas", ".status.labelSelector"),
@@ -179,13 +179,13 @@ KINDS: Final[tuple[Kind, ...]] = (
         document=Model,
         status=statuses.ModelStatus,
         columns=(
-            Column("Ready", '.status.conditions[?(@.type=="Ready")].status'),
-            Column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
-            Column("Phase", ".status.phase"),
-            Column("Replicas", ".status.readyReplicas", "integer"),
-            Column("URL", ".status.url"),
-            Column("URI", ".spec.uri", wide=True),
-            Column("Failure", ".status.failure.message", wide=True),
+            PrinterColumn("Ready", '.status.conditions[?(@.type=="Ready")].status'),
+            PrinterColumn("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
+            PrinterColumn("Phase", ".status.phase"),
+            PrinterColumn("Replicas", ".status.readyReplicas", "integer"),
+            PrinterColumn("URL", ".status.url"),
+            PrinterColumn("URI", ".spec.uri", wide=True),
+            PrinterColumn("Failure", ".status.failure.message", wide=True),
             _AGE,
         ),
     ),
@@ -194,7 +194,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         short_names=("mt",),
         document=ModelTemplate,
         status=ModelTemplateStatus,
-        columns=(Column("URI", ".spec.uri"), _AGE),
+        columns=(PrinterColumn("URI", ".spec.uri"), _AGE),
         needs_spec=False,
     ),
     Kind(
@@ -217,8 +217,8 @@ KINDS: Final[tuple[Kind, ...]] = (
         document=AutoscalingPolicy,
         status=statuses.AutoscalingPolicyStatus,
         columns=(
-            Column("Mode", ".spec.mode"),
-            Column("Bindings", ".status.bindings", "integer"),
+            PrinterColumn("Mode", ".spec.mode"),
+            PrinterColumn("Bindings", ".status.bindings", "integer"),
             _condition("Accepted"),
             _REASON,
             _AGE,
@@ -231,11 +231,11 @@ KINDS: Final[tuple[Kind, ...]] = (
         document=AutoscalingPolicyBinding,
         status=statuses.AutoscalingPolicyBindingStatus,
         columns=(
-            Column("Policy", ".spec.policyRef"),
-            Column("Current", ".status.targets[*].current"),
-            Column("Desired", ".status.targets[*].desired"),
+            PrinterColumn("Policy", ".spec.policyRef"),
+            PrinterColumn("Current", ".status.targets[*].current"),
+            PrinterColumn("Desired", ".status.targets[*].desired"),
             _condition("ScalingActive"),
-            Column("Reason", '.status.conditions[?(@.type=="ScalingActive")].reason'),
+            PrinterColumn("Reason", '.status.conditions[?(@.type=="ScalingActive")].reason'),
             _AGE,
         ),
     ),
@@ -244,7 +244,7 @@ KINDS: Final[tuple[Kind, ...]] = (
 GATEWAY_KINDS: Final = tuple(kind for kind in KINDS if kind.document in _DOCUMENTS)
 
 
-def definition_of(kind: Kind) -> dict[str, Any]:
+def crd_object(kind: Kind) -> dict[str, Any]:
     """The whole object, as plain data."""
     of = kind.resource
     scope = "Namespaced" if of.namespaced else "Cluster"
@@ -294,6 +294,6 @@ def _schema(kind: Kind) -> dict[str, Any]:
     return {**schema, "required": required} if required else schema
 
 
-def _column(column: Column) -> dict[str, Any]:
+def _column(column: PrinterColumn) -> dict[str, Any]:
     found: dict[str, Any] = {"name": column.name, "type": column.type, "jsonPath": column.path}
     return {**found, "priority": 1} if column.wide else found

@@ -136,7 +136,7 @@ class KopfOperator:
                 log.warning("kopf's thread has not ended within %g s; it is left alone", _PATIENCE_S)
         raise KopfEnded("kopf's thread has ended") from operator.error
 
-    async def operate(self, operator: _Operator) -> None:
+    async def run_in_kopf_thread(self, operator: _Operator) -> None:
         """In kopf's thread."""
         registry = register_handlers(self._kinds, self._access, operator.enqueue_outside(self._ring))
         await kopf.operator(
@@ -178,7 +178,7 @@ class _Operator:
         # kopf logs each handled event, and that signals are not handled by it
         logging.getLogger("kopf").setLevel(logging.ERROR)
         try:
-            asyncio.run(self._owner.operate(self))
+            asyncio.run(self._owner.run_in_kopf_thread(self))
         except BaseException as error:  # noqa: BLE001 - raised in the other thread
             self.error = error
         try:

@@ -60,7 +60,7 @@ class EscapedLabels(NamedTuple):
     text: str
 
 
-def escape_labels(names: tuple[str, ...], values: tuple[str, ...]) -> EscapedLabels:
+def encode_labels(names: tuple[str, ...], values: tuple[str, ...]) -> EscapedLabels:
     """``names``: valid ones, in any order."""
     pairs = sorted(zip(names, values, strict=True))
     return EscapedLabels(names, values, ",".join([f'{name}="{_escaped(value)}"' for name, value in pairs]))

@@ -15,8 +15,8 @@ import msgspec
 
 from controller.api.drain_mark import DELETION_COST, DRAIN, DRAINING
 from controller.api.pod_spec_checks import parse_quantity, resource_requests
-from controller.kube.informer import only, viewed, without
-from controller.kube.resources import key_of, seconds_of
+from controller.kube.informer import only_fields, view_transform, without_fields
+from controller.kube.resources import key_of, parse_timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,15 +57,15 @@ _NO_NODE: Final = frozenset({"Unschedulable", "SchedulingGated"})
 
 def trimmed_pod(pod: Object) -> Object:
     """Labels, annotations, owner, node, and what its containers do."""
-    status = only(pod.get("status") or {}, _STATUS)
+    status = only_fields(pod.get("status") or {}, _STATUS)
     for name in ("containerStatuses", "initContainerStatuses"):
         if name in status:
-            status[name] = [only(one, _CONTAINER) for one in status[name]]
+            status[name] = [only_fields(one, _CONTAINER) for one in status[name]]
     return {
         "apiVersion": pod["apiVersion"],
         "kind": pod["kind"],
-        "metadata": without(pod["metadata"], ("managedFields",)),
-        "spec": only(pod.get("spec") or {}, _SPEC),
+        "metadata": without_fields(pod["metadata"], ("managedFields",)),
+        "spec": only_fields(pod.get("spec") or {}, _SPEC),
         "status": status,
     }
 
@@ -108,7 +108,7 @@ def view_of(pod: Object) -> PodView:
     is_ended = status.get("phase") in _ENDED
     is_going = "deletionTimestamp" in metadata
     is_ready = ready.get("status") == "True" and not is_ended and not is_going
-    draining_at_s = seconds_of(annotations.get(DRAINING))
+    draining_at_s = parse_timestamp(annotations.get(DRAINING))
     return PodView(
         key=key_of(pod),
         name=metadata["name"],
@@ -116,8 +116,8 @@ def view_of(pod: Object) -> PodView:
         labels=_shared(tuple((metadata.get("labels") or {}).items())),
         ip=status.get("podIP") or "",
         node=spec.get("nodeName") or "",
-        created_at_s=seconds_of(metadata.get("creationTimestamp")) or 0.0,
-        ready_at_s=seconds_of(ready.get("lastTransitionTime")) if is_ready else None,
+        created_at_s=parse_timestamp(metadata.get("creationTimestamp")) or 0.0,
+        ready_at_s=parse_timestamp(ready.get("lastTransitionTime")) if is_ready else None,
         draining_at_s=draining_at_s,
         deletion_cost=annotations.get(DELETION_COST),
         is_ended=is_ended,
@@ -133,7 +133,7 @@ def view_of(pod: Object) -> PodView:
 
 
 # An informer's transform: one, so that all who watch the same pods share a watch.
-POD_VIEW: Final = viewed(view_of)
+POD_VIEW: Final = view_transform(view_of)
 
 
 @lru_cache(_MOST_SHARED)

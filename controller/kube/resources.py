@@ -89,7 +89,7 @@ def split_key(key: str) -> tuple[str | None, str]:
     return (namespace if slash else None), name
 
 
-def seconds_of(text: object) -> float | None:
+def parse_timestamp(text: object) -> float | None:
     """Seconds since the epoch of an RFC 3339 instant; None of anything else."""
     if not isinstance(text, str):
         return None

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from controller.kube.cache import SharedInformers
 from controller.kube.errors import ClusterError, Forbidden
 from controller.kube.kopf_thread import KopfOperator
 from controller.kube.resources import (
@@ -19,6 +18,7 @@ from controller.kube.resources import (
     PODS,
     SERVING_RUNTIMES,
 )
+from controller.kube.shared_informers import SharedInformers
 from controller.models.controller import ModelController
 from controller.models.metrics import ModelMetrics
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from controller.autoscaler.export.server import ExportServer
     from controller.autoscaler.reconciler.controller import Scaling
     from controller.kube.client import Client
-    from controller.kube.lease import LeaderElection
-    from controller.kube.metrics import ManagerMetrics
+    from controller.kube.leader_election import LeaderElection
+    from controller.kube.manager_metrics import ManagerMetrics
     from controller.models.controller import DecisionFunctions, ModelControllerSettings, Source
-    from controller.models.kind_reconciler import Loads
+    from controller.models.kind_reconciler import LoadSource
     from controller.models.metrics import Objects
     from controller.webhooks.server import WebhookServer
 
@@ -81,7 +81,7 @@ class LeaderControllers:
         *,
         decisions: DecisionFunctions,
         source: Source | None,
-        loads: Loads | None = None,
+        loads: LoadSource | None = None,
         scaling: Scaling | None = None,
     ) -> None:
         self._client = client

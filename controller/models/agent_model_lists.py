@@ -13,7 +13,7 @@ import msgspec
 
 from controller.kube.pod_http import read_page
 from controller.models.model.model_state import ReportedModel
-from controller.models.runtimes.settings import AGENT_PORT
+from controller.models.runtimes.engine_settings import AGENT_PORT
 from extproc.api.addresses import join_host_port
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import aiohttp
 
 from controller.audit import caused_by
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s, wall_clock_s
-from controller.kube.executor import ObjectRefused
 from controller.kube.informer import without_managed_fields
 from controller.kube.plan import KubeEvent
+from controller.kube.plan_executor import ObjectRefused
 from controller.kube.pods import trimmed_pod
 from controller.kube.resources import MODEL_INFERS, MODELS, PODS, Object, split_key
 from controller.models.agent_model_lists import AgentModelLists
-from controller.models.kind_reconciler import GatewayLoads, KindReconciler, Loads, PodLoads, WorkKey
+from controller.models.kind_reconciler import GatewayLoadSource, KindReconciler, LoadSource, PodLoads, WorkKey
 from controller.models.model.model_state import ModelSettings
 from controller.models.model_infer_reconciler import ModelInferReconciler
 from controller.models.model_reconciler import ModelReconciler, SharedNamespaces
@@ -25,10 +25,10 @@ from extproc.api.status_pages import LOADS_LABEL
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from controller.kube.cache import SharedInformers
     from controller.kube.client import Client
-    from controller.kube.metrics import ManagerMetrics
+    from controller.kube.manager_metrics import ManagerMetrics
     from controller.kube.plan import Plan
+    from controller.kube.shared_informers import SharedInformers
     from controller.models.kind_reconciler import Owned
     from controller.models.model_infer_reconciler import Decide
     from controller.models.model_reconciler import DecideModel
@@ -72,7 +72,7 @@ class ModelController:
         *,
         decisions: DecisionFunctions,
         source: Source | None = None,
-        loads: Loads | None = None,
+        loads: LoadSource | None = None,
         clock: Callable[[], float] = wall_clock_s,
         shared: SharedInformers | None = None,
     ) -> None:
@@ -121,7 +121,7 @@ class ModelController:
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as http:
             if self._loads is None:
                 trusted = self._settings.gateway_namespaces
-                self._loads = GatewayLoads(http, self._gateways, self._infer_pods.get, trusted)
+                self._loads = GatewayLoadSource(http, self._gateways, self._infer_pods.get, trusted)
             self._lists = AgentModelLists(http, self._infer_pods.get)
             await self._controller.run()
 

@@ -74,14 +74,14 @@ class KindReconciler(Protocol):
         """What to do. ``now_s``: seconds since the epoch."""
 
 
-class Loads(Protocol):
+class LoadSource(Protocol):
     """A source of loads."""
 
     async def fetch(self, pods: Collection[str]) -> Mapping[str, PodLoad]:
         """Loads by the keys of pods, without those of unknown load. Returns within a few seconds, and never raises."""
 
 
-class GatewayLoads:
+class GatewayLoadSource:
     """Loads from gateways' pages. ``gateways``: the informer of pods with the label ``attache.dev/tells-loads``.
 
     Any pod can carry this label, so gateways outside of the ``trusted`` namespaces are read only for engines of their

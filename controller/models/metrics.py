@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from controller.api.statuses import ModelStatus
 from controller.kube.informer import owner_key
-from controller.kube.metrics_and_health import MetricFamily, escape_labels
+from controller.kube.metrics_and_health import MetricFamily, encode_labels
 from controller.kube.resources import MODELS
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class ModelMetrics(Collector):
             if kind == MODELS.kind:
                 wanted[owner] = wanted.get(owner, 0) + int(one["spec"].get("replicas", 1))
         keys = {_key(one): one.get("status") or {} for one in list(models)}
-        labels = {key: escape_labels(_MODEL, key) for key in keys}
+        labels = {key: encode_labels(_MODEL, key) for key in keys}
         yield MetricFamily(
             "attache_model_phase",
             "1 for the phase of the Model, 0 for the others; no series before it has one",
             "gauge",
             [
-                (escape_labels((*_MODEL, "phase"), (*key, phase)), float(phase == status["phase"]))
+                (encode_labels((*_MODEL, "phase"), (*key, phase)), float(phase == status["phase"]))
                 for key, status in keys.items()
                 if "phase" in status
                 for phase in _PHASES

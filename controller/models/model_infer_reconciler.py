@@ -31,16 +31,16 @@ from controller.kube.resources import (
 )
 from controller.models.kind_reconciler import WorkKey
 from controller.models.model_infer import names
-from controller.models.model_infer.model_infer_state import ModelInferState, PodGroups
+from controller.models.model_infer.model_infer_state import GangSchedulingApis, ModelInferState
 from controller.models.model_infer.status import add_summary
 from controller.models.node_capacity import LostNodes, node_capacities, not_ready_since_s, trimmed_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from controller.kube.cache import InformerSet
     from controller.kube.client import Client
     from controller.kube.informer import Informer, Transform
+    from controller.kube.shared_informers import InformerSet
     from controller.models.kind_reconciler import Enqueue, Owned, PodLoads
 
 log = logging.getLogger(__name__)
@@ -221,7 +221,9 @@ class ModelInferReconciler:
 
     def plan(self, thing: Object, owned: Owned, pod_loads: PodLoads, now_s: float) -> Plan:
         gang = self._gang()
-        waits = ((thing.get("spec") or {}).get("template") or {}).get("gang") is not None and gang == PodGroups()
+        waits = ((thing.get("spec") or {}).get("template") or {}).get(
+            "gang"
+        ) is not None and gang == GangSchedulingApis()
         everything = self._all_pods() if waits else None
         if everything is not None and not everything.synced.is_set():
             return Plan(requeue_at_s=now_s + _SOON_S)
@@ -244,8 +246,8 @@ class ModelInferReconciler:
         )
         return self._decide(observed, now_s)
 
-    def _gang(self) -> PodGroups:
-        return PodGroups(
+    def _gang(self) -> GangSchedulingApis:
+        return GangSchedulingApis(
             volcano=self._cache.is_synced(self._informers[VOLCANO_POD_GROUPS]),
             scheduler_plugins=self._cache.is_synced(self._informers[SCHEDULER_POD_GROUPS]),
             kueue=self._cache.is_synced(self._queues),

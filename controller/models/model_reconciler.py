@@ -32,9 +32,9 @@ from controller.models.model.model_state import CHILDREN, MODEL, ModelSettings, 
 from controller.models.model_infer import names
 
 if TYPE_CHECKING:
-    from controller.kube.cache import InformerSet
     from controller.kube.client import Client
     from controller.kube.informer import Informer
+    from controller.kube.shared_informers import InformerSet
     from controller.models.kind_reconciler import Enqueue, Owned, PodLoads
 
 DecideModel = Callable[[ModelState, float], Plan]

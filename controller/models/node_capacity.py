@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from controller.api.pod_spec_checks import parse_quantity
-from controller.kube.informer import only, without
+from controller.kube.informer import only_fields, without_fields
 from controller.models.model_infer.model_infer_state import NodeCapacity
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ def trimmed_node(node: Object) -> Object:
     status = node.get("status") or {}
     conditions = [one for one in status.get("conditions") or () if one.get("type") in _NODE_CONDITIONS]
     # written every few minutes by the kubelet, and never read
-    conditions = [without(one, ("lastHeartbeatTime",)) for one in conditions]
+    conditions = [without_fields(one, ("lastHeartbeatTime",)) for one in conditions]
     return {
         "apiVersion": node["apiVersion"],
         "kind": node["kind"],
-        "metadata": without(node["metadata"], ("managedFields", "annotations")),
-        "spec": only(node.get("spec") or {}, ("taints", "unschedulable")),
+        "metadata": without_fields(node["metadata"], ("managedFields", "annotations")),
+        "spec": only_fields(node.get("spec") or {}, ("taints", "unschedulable")),
         "status": {"allocatable": status.get("allocatable") or {}, "conditions": conditions},
     }
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
-    from controller.usage.log_follower import LogBatch, LogFollower, LogPosition, LogRotation, OwnLogReader
+    from controller.usage.log_follower import ExtprocLogReader, LogBatch, LogFollower, LogPosition, LogRotation
     from controller.usage.rows import UsageRow
     from controller.usage.store import UsageSink
 
@@ -50,7 +50,7 @@ class IngestCounters:
         self.error = "the store is not open yet"
 
     @property
-    def until_s(self) -> float | None:
+    def stored_until_s(self) -> float | None:
         """Every request that ended before it is stored; seconds since 1970, None if that is not known yet."""
         return None if self.kept_until_s is None else self.kept_until_s - _FLUSH_S
 
@@ -70,7 +70,7 @@ class Ingest:
         wall: Callable[[], float],
         keep_requests_s: float,
         keep_rollups_s: float,
-        left: OwnLogReader | None = None,
+        left: ExtprocLogReader | None = None,
         rotation: LogRotation | None = None,
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
@@ -105,7 +105,7 @@ class Ingest:
             pass
         # extproc may have written a moment ago, and nobody reads it later if the file goes with this machine
         for _ in range(_LAST_STEPS):
-            if self._left is None or not self._left.is_reading:
+            if self._left is None or not self._left.has_unread_lines:
                 break
             time.sleep(_IDLE_S)
             self.step()
@@ -121,7 +121,7 @@ class Ingest:
             sink = self._open()
             is_more = any([self._move(sink), self._move_left(sink)])
             if not is_more and not 0 <= now_s - self._marked_at_s <= _MARK_EVERY_S:
-                self._store(sink, (), self._kept, self.counts.until_s)
+                self._store(sink, (), self._kept, self.counts.stored_until_s)
             if self._rotation is not None:
                 self._rotation.step(self._follower)
                 self._report_rotation(self._rotation)

@@ -232,7 +232,7 @@ class LogFollower:
         return self._path if self._path.exists() else None
 
 
-class OwnLogReader:
+class ExtprocLogReader:
     """Reads the lines that extproc writes: renames their file, waits until nobody writes to it, reads it, unlinks it.
 
     No position is stored: if the process dies before it unlinks the file, its lines are read again, and their rows are
@@ -264,7 +264,7 @@ class OwnLogReader:
         return batch
 
     @property
-    def is_reading(self) -> bool:
+    def has_unread_lines(self) -> bool:
         """Whether there are lines that ``read`` has not given."""
         return self._follower is not None
 

@@ -11,9 +11,16 @@ from typing import Final
 
 import msgspec
 
+from extproc.api.charged_tokens import (
+    CUTS,
+    TIME_LIMITS,
+    TIMEOUT_DETAILS,
+    AnswerOutcome,
+    expected_tokens_of,
+    used_tokens,
+)
 from extproc.api.pricing import TokenCounts, cost_micros
 from extproc.api.usage_log import UsageContext, UsageCounts, UsageLine, escape_name
-from extproc.api.used_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS, AnswerUsage, expected_tokens_of, used_tokens
 from extproc.wire_protocol import (
     ANONYMOUS,
     CACHE_HIT,
@@ -229,14 +236,14 @@ def _server_of(line: UsageLine) -> str:
     return (line.cluster or "").removeprefix(SERVER_CLUSTER)
 
 
-def _answer(line: UsageLine, context: UsageContext) -> AnswerUsage:
+def _answer(line: UsageLine, context: UsageContext) -> AnswerOutcome:
     flags = _flags(line)
     duration_us = _duration(line.duration_us) if line.duration_ms is None else _duration(line.duration_ms * 1_000)
     reached = bool(line.served) and _is_inference(line)
     if line.cluster == TRANSLATOR_CLUSTER and line.translated is None:
         # a client that left had waited for an engine
         reached = not _LEFT.isdisjoint(flags)
-    return AnswerUsage(
+    return AnswerOutcome(
         status=line.status,
         has_engine=reached or (bool(context.ticket) and 200 <= line.status < 300),
         is_cut=line.status == 0 or not flags.isdisjoint(CUTS),

@@ -147,7 +147,7 @@ class UsageReportsApi:
             if form not in {"json", "csv"}:
                 raise BadQuery("format", "write json or csv")
             # first: what is stored after this is in the report or is not, and nothing is claimed of it
-            until_s, of_all = self._counts.until_s, self._database.sources() if self._is_admin_port else {}
+            until_s, of_all = self._counts.stored_until_s, self._database.sources() if self._is_admin_port else {}
             report = self._database.run(query)
             if form == "json":
                 return _json(as_json(report, until_s, of_all))

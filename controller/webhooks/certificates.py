@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from yarl import URL
 
-from controller.api.certificates import check_key_pair
+from controller.api.certificate_checks import check_key_pair
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.resources import SECRETS, Resource
 
@@ -84,7 +84,7 @@ class KeyPair(msgspec.Struct, frozen=True):
         """When it ends."""
         return _loaded(self.certificate).not_valid_after_utc
 
-    def is_old(self, now: datetime) -> bool:
+    def is_renewal_due(self, now: datetime) -> bool:
         """Whether less than a third of its life is left."""
         return now >= self.ends_at - (self.ends_at - self.begins_at) / 3
 
@@ -116,7 +116,7 @@ def renew_if_due(
     """
     known = () if material is None else material.authorities
     authorities = tuple(one for one in known if now < one.ends_at)
-    if not authorities or authorities[-1].is_old(now):
+    if not authorities or authorities[-1].is_renewal_due(now):
         authorities = (*authorities, _make_authority(now, lifetimes.authority))
     signer = _signer(authorities, now, lifetimes.settled)
     known_path = material.path if material is not None and _ACCEPTED_PATH.fullmatch(material.path) else ""
@@ -143,7 +143,7 @@ def _is_good(server: KeyPair, signer: KeyPair, names: Sequence[str], now: dateti
         shown = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except Exception:  # noqa: BLE001 - of another authority, or not of ours at all: cryptography has several errors for it
         return False
-    return set(shown) == set(map(_alternative, names)) and not server.is_old(now)
+    return set(shown) == set(map(_alternative, names)) and not server.is_renewal_due(now)
 
 
 def _make_authority(now: datetime, lifetime: timedelta) -> KeyPair:
@@ -244,7 +244,7 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-class CertificateServer(Protocol):
+class CertificateConsumer(Protocol):
     """A server that shows the certificate."""
 
     def set_certificate(self, pair: KeyPair, /) -> None:
@@ -276,14 +276,14 @@ def _client(config: Mapping[str, Any], material: CertificateMaterial) -> dict[st
     return {**trusted, "url": str(URL(config["url"]).with_path(path))}
 
 
-class Rotation:
+class CertificateRotation:
     """``run`` does all of it; ``ready`` is set once there is a certificate. ``material``: what is in use."""
 
     def __init__(
         self,
         client: Client,
         settings: RotationSettings,
-        servers: Sequence[CertificateServer],
+        servers: Sequence[CertificateConsumer],
         clock: Callable[[], datetime],
     ) -> None:
         self._client = client

@@ -33,7 +33,7 @@ from controller.webhooks.admission.checks import (
     read_review,
     review_object,
 )
-from controller.webhooks.certificates import PATH, Rotation, RotationSettings, utc_now
+from controller.webhooks.certificates import PATH, CertificateRotation, RotationSettings, utc_now
 from extproc.api.addresses import parse_address
 from extproc.page_server import PageServer
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from controller.kube.client import Client
-    from controller.kube.metrics import ManagerMetrics
-    from controller.webhooks.admission.checks import Review
-    from controller.webhooks.certificates import CertificateServer, KeyPair
+    from controller.kube.manager_metrics import ManagerMetrics
+    from controller.webhooks.admission.checks import AdmissionRequest
+    from controller.webhooks.certificates import CertificateConsumer, KeyPair
     from extproc.api.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class ServerTls:
 async def serve_webhooks(
     address: str,
     tls: ServerTls,
-    judge: Callable[[Review], AdmissionVerdict],
+    judge: Callable[[AdmissionRequest], AdmissionVerdict],
     count: Callable[[str, str], None],
     path: Callable[[], str],
 ) -> AsyncIterator[None]:
@@ -138,7 +138,7 @@ class WebhookServer:
         check_picker: PickerCheck,
         clock: Callable[[], datetime] = utc_now,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
-        others: Sequence[CertificateServer] = (),
+        others: Sequence[CertificateConsumer] = (),
     ) -> None:
         resources = (
             GATEWAY_CONFIGS,
@@ -151,7 +151,7 @@ class WebhookServer:
         informers.append(Informer(client, CONFIG_MAPS, Selection(labels=LABEL), timing=timing))
         self._informers: Mapping[str, Informer] = {one.resource.kind: one for one in informers}
         self._tls = ServerTls()
-        self._rotation = Rotation(client, settings.rotation, [self._tls, *others], clock)
+        self._rotation = CertificateRotation(client, settings.rotation, [self._tls, *others], clock)
         self._settings = settings
         self._metrics = metrics
         self._check_picker = check_picker
@@ -174,7 +174,7 @@ class WebhookServer:
             self.ready.set()
             await asyncio.Event().wait()
 
-    def _judge(self, review: Review) -> AdmissionVerdict:
+    def _judge(self, review: AdmissionRequest) -> AdmissionVerdict:
         known = {kind: informer.objects for kind, informer in self._informers.items()}
         return review_object(review, known, self._check_picker)
 

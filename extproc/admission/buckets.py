@@ -258,12 +258,12 @@ class SharedStoreCopy:
         if len(self._debts) > _MOST_KEYS:
             self._forget(next(iter(self._debts)))
 
-    def unpaid_level(self, key: str, limit: Limit) -> float:
+    def untold_debt(self, key: str, limit: Limit) -> float:
         """Of a budget, which does not fill: what ``most_left`` has and this process has used meanwhile."""
         debt = self._debts.get(key)
         return debt.owed - debt.told if debt is not None and limit.ends_at_s else 0.0
 
-    def report(self, key: str, limit: Limit, now: float) -> BucketReport:
+    def make_bucket_report(self, key: str, limit: Limit, now: float) -> BucketReport:
         """The Statement for a message that is sent now."""
         most_left, debt, seen = self.max_level(key, limit, now), self._debts.get(key), self._last_seen(key, limit)
         owed, told, uncovered = 0.0, 0.0, math.inf

@@ -22,7 +22,7 @@ import msgspec
 
 from extproc.admission.buckets import Limit, TablesByWindow
 from extproc.admission.identity import caller_matcher
-from extproc.admission.limits import BudgetPart, Charge, Resource, amount_to_reserve
+from extproc.admission.limits import Charge, ChargedBudget, Resource, amount_to_reserve
 from extproc.api.budgets import budget_title
 from extproc.api.calendars import CalendarWindow, calendar_window, parse_time_zone
 from extproc.wire_protocol import truncate_name
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from extproc.admission.identity import Caller, CallerMatcher
-    from extproc.admission.limits import Usage
+    from extproc.admission.limits import RequestUsage
     from extproc.api.authentication import ApiKey
     from extproc.api.budgets import Budget, KeyBudget
 
@@ -88,19 +88,19 @@ class BudgetKey(msgspec.Struct, frozen=True):
         return cls(f"{namespace}/{route}/{name}", window, resource, _plain(tenant), _plain(caller), is_alone)
 
     @property
-    def caller(self) -> str:
+    def caller_text(self) -> str:
         """For people: a tenant, or a user or key behind its tenant's name; empty: all callers."""
         return "/".join(OTHERS if one is None else one for one in (self.tenant, self.name) if one != "")
 
     @property
-    def owner(self) -> str:
+    def owner_tenant(self) -> str:
         """The tenant among whose users and API keys it is; empty for an account of whole tenants."""
         return "" if self.tenant is None or self.name is None else self.tenant
 
     @property
     def wider_account(self) -> BudgetKey:
         """The next wider account: of its tenant, then of all tenants; itself if there is none."""
-        if self.owner:
+        if self.owner_tenant:
             return msgspec.structs.replace(self, name=None)
         if not self.tenant and not self.name:
             return self
@@ -138,14 +138,14 @@ class BudgetAccounts:
             return key
         while (shared := found.wider_account) != found:
             text = shared.to_text()
-            if text not in window.shared and self._has_capacity(found.owner):
+            if text not in window.shared and self._has_capacity(found.owner_tenant):
                 break
             window.shared.add(text)
             found, key = shared, text
         if key not in window.keys:
             window.keys.add(key)
-            window.owners[found.owner] += 1
-            self._owners[found.owner] += 1
+            window.owners[found.owner_tenant] += 1
+            self._owners[found.owner_tenant] += 1
             self.count += 1
         return key
 
@@ -168,7 +168,7 @@ class _Maximum(msgspec.Struct, frozen=True):
     resource: Resource
     prefix: str
     limit: Limit
-    part: BudgetPart
+    part: ChargedBudget
 
 
 class CompiledBudget:
@@ -239,7 +239,7 @@ class CompiledBudget:
                 resource,
                 BudgetKey(self.name, f"{window.start_s}-{window.end_s}", resource).to_text().removesuffix("/"),
                 Limit(0.0, capacity, float(window.end_s)),
-                BudgetPart(
+                ChargedBudget(
                     self.name,
                     budget.name,
                     budget_title(budget.name, "this API key"),
@@ -271,12 +271,12 @@ def compile_key_budgets(keys: Iterable[ApiKey], accounts: BudgetAccounts) -> Api
         if key.budgets and key.name not in found:
             for one in key.budgets:
                 if one not in known:
-                    known[one] = CompiledBudget(GATEWAY, one.budget(), accounts)
+                    known[one] = CompiledBudget(GATEWAY, one.as_budget(), accounts)
             found[key.name] = tuple(known[one] for one in key.budgets)
     return ApiKeyBudgets(found, tuple(known.values()))
 
 
-class CallerAccounts(msgspec.Struct, frozen=True):
+class CallerCharges(msgspec.Struct, frozen=True):
     """What one caller is charged by all its budgets, while their windows are open: from ``since_s`` until ``until_s``.
     ``blank``: with nothing reserved.
     """
@@ -285,7 +285,7 @@ class CallerAccounts(msgspec.Struct, frozen=True):
     since_s: float
     until_s: float
 
-    def charges(self, usage: Usage, wall_s: float) -> list[Charge]:
+    def charges(self, usage: RequestUsage, wall_s: float) -> list[Charge]:
         """Those of a request that arrives at ``wall_s``, between the two."""
         return [
             Charge(
@@ -328,17 +328,17 @@ class BudgetSet:
         found += self._of_keys.by_key.get(caller.api_key, ())
         return found
 
-    def groups(self) -> Iterator[Sequence[CompiledBudget]]:
+    def budget_groups(self) -> Iterator[Sequence[CompiledBudget]]:
         """All of them, whomever they are for: the route's own, the gateway's, and those of keys."""
         yield from self._groups
         if self._of_keys.every:
             yield self._of_keys.every
 
-    def accounts(self, caller: Caller, wall_s: float) -> CallerAccounts:
+    def accounts(self, caller: Caller, wall_s: float) -> CallerCharges:
         """Those of the caller, of all budgets that apply."""
         budgets = self.budgets_for(caller)
         windows = [one.open_window(wall_s) for one in budgets]
-        return CallerAccounts(
+        return CallerCharges(
             [
                 charge
                 for one in budgets
@@ -348,7 +348,7 @@ class BudgetSet:
             min((one.end_s for one in windows), default=math.inf),
         )
 
-    def charges(self, caller: Caller, usage: Usage, wall_s: float) -> list[Charge]:
+    def charges(self, caller: Caller, usage: RequestUsage, wall_s: float) -> list[Charge]:
         """All of them, of all budgets that apply."""
         return self.accounts(caller, wall_s).charges(usage, wall_s)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.admission.fairness import BandShares, TenantShares, make_policy
 from extproc.admission.flows import ORDERS, Flows
-from extproc.admission.saturation import RECHECK_S, EndpointHeadroom, PrefillDecodeRows, make_ceilings
+from extproc.admission.saturation import RECHECK_S, EndpointHeadroom, PrefillDecodeMasks, make_ceilings
 from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, Shed
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from extproc.admission.flows import FlowKey, QueuedRequest
-    from extproc.admission.limits import Usage
+    from extproc.admission.limits import RequestUsage
     from extproc.api.admission import Band, FlowControl
     from extproc.endpoints.table import Bools, EndpointTable
     from extproc.errors import Refusal
@@ -121,7 +121,7 @@ class FairQueue:
             self.ceilings.on_dispatch(self.band_of(found[0].priority).index, capacity.saturation, now)
         return found
 
-    def next_open_at_s(self, now: float) -> float:
+    def next_band_opens_at_s(self, now: float) -> float:
         """When a band with waiting requests that is closed for a time opens; infinite if there is none."""
         return self.ceilings.next_open_at_s(self._bands_waiting(), now)
 
@@ -181,14 +181,14 @@ class FairQueue:
 
         Requests behind one that finds none may go if they do not use the endpoint set aside for it.
         """
-        candidates = band.flows.waiting
+        candidates = band.flows.waiting_rows
         for _ in range(_FLOWS_EXAMINED):
             if not capacity.open.any() or not candidates.any():
                 return None
-            row, match = band.flows.choose(candidates, capacity.open, now)
+            row, match = band.flows.choose_flow(candidates, capacity.open, now)
             first = itertools.islice(band.flows.ordered_requests(row), _REQUESTS_EXAMINED)
             for queued in first if match is None else (match,):
-                rows = capacity.rows_for(queued)
+                rows = capacity.rows_with_room_for(queued)
                 if rows is not None:
                     return queued, rows
                 capacity.reserve_for(queued)
@@ -228,7 +228,7 @@ class FlowControlGate:
         control: FlowControl,
         table: EndpointTable,
         *,
-        stages: Callable[[], PrefillDecodeRows | None],
+        stages: Callable[[], PrefillDecodeMasks | None],
         rng: random.Random,
     ) -> None:
         """``stages``: returns which endpoints prefill and which decode; None if each does both."""
@@ -251,11 +251,11 @@ class FlowControlGate:
         """Whether requests wait and there is no endpoint at all: the signal to start an engine."""
         return len(self.queue) > 0 and not len(self._table)
 
-    def longest_wait_s(self) -> float:
+    def max_queue_wait_s(self) -> float:
         """How long a request that arrives now may wait: for room, or, without any endpoint, for the first one."""
         return self._timeout_s if len(self._table) else self._no_endpoint_timeout_s
 
-    def rows_without_wait(self, queued: QueuedRequest, now: float) -> Bools | None:
+    def rows_available_now(self, queued: QueuedRequest, now: float) -> Bools | None:
         """The endpoints that can take the request at once; None: it must wait. Raises Shed."""
         capacity = self._capacity(now)
         self._shed(queued, capacity, now)
@@ -263,7 +263,7 @@ class FlowControlGate:
         ceilings.on_arrival(band)
         if len(self.queue) or not ceilings.is_open(band, capacity.saturation, now):
             return None
-        rows = capacity.rows_for(queued)
+        rows = capacity.rows_with_room_for(queued)
         if rows is not None:
             ceilings.on_dispatch(band, capacity.saturation, now)
         return rows
@@ -315,8 +315,8 @@ class FlowControlGate:
         if expiry_s is None:
             return None
         # the latest capacity is current: any dispatch since would have replaced it
-        opens_s = self._latest.next_open_at_s() if self._latest is not None and len(self._table) else now + RECHECK_S
-        return min(expiry_s, opens_s, self.queue.next_open_at_s(now))
+        opens_s = self._latest.next_room_at_s() if self._latest is not None and len(self._table) else now + RECHECK_S
+        return min(expiry_s, opens_s, self.queue.next_band_opens_at_s(now))
 
     def retry_after_s(self, now: float) -> int:
         """Seconds until the queue of now is dispatched, at the recent rate."""
@@ -362,7 +362,7 @@ class FlowControlGate:
         return self._rate * math.exp(-max(0.0, now - self._rate_at_s) / _RATE_WINDOW_S)
 
 
-def weighted_tokens(control: FlowControl, usage: Usage, cached_tokens: float) -> float:
+def weighted_tokens(control: FlowControl, usage: RequestUsage, cached_tokens: float) -> float:
     """The cost of a request in weighted tokens. ``cached_tokens``: input tokens that came from the cache."""
     cached = min(cached_tokens, usage.input_tokens)
     uncached = usage.input_tokens - cached

@@ -164,7 +164,7 @@ class TenantShares:
         """Extend the columns to rows for so many flows."""
         self._tenants = np.pad(self._tenants, (0, flows - self._tenants.size), constant_values=-1)
 
-    def join(self, flow: int, tenant: str) -> None:
+    def add_flow(self, flow: int, tenant: str) -> None:
         """The row ``flow`` was given to a flow of ``tenant``."""
         row = self._rows.get(tenant)
         if row is None:
@@ -172,7 +172,7 @@ class TenantShares:
         self._flows[row] += 1
         self._tenants[flow] = row
 
-    def leave(self, flow: int) -> None:
+    def remove_flow(self, flow: int) -> None:
         """The flow is forgotten; with its last flow its tenant is."""
         row = int(self._tenants[flow])
         self._tenants[flow] = -1
@@ -182,7 +182,7 @@ class TenantShares:
             self.policy.forget(row)
             self._free.append(row)
 
-    def siblings(self, flow: int) -> Bools:
+    def flows_of_same_tenant(self, flow: int) -> Bools:
         """By row, the flows of the same tenant."""
         return np.equal(self._tenants, int(self._tenants[flow]))
 
@@ -217,7 +217,7 @@ class TenantShares:
         """A request of the flow has ended. ``service``: actual minus expected service."""
         self.policy.settle(int(self._tenants[flow]), service, now)
 
-    def largest(self, sizes: Ints) -> Bools:
+    def flows_of_largest_tenant(self, sizes: Ints) -> Bools:
         """By row, the flows of the tenant that has most by ``sizes``, of which there is one for each flow."""
         present = self._tenants >= 0
         totals = np.bincount(self._tenants[present], weights=sizes[present])

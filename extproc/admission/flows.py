@@ -104,7 +104,7 @@ class QueuedRequest(msgspec.Struct, frozen=True, eq=False):
         return None if self.eligible is None else self.eligible()
 
     @property
-    def cached_tokens(self) -> float:
+    def most_cached_tokens(self) -> float:
         """Prompt tokens cached at the endpoint that holds most."""
         return self.input_tokens - self.uncached_tokens
 
@@ -227,7 +227,7 @@ ORDERS: Final[Mapping[str, Callable[[float], OrderingPolicy]]] = MappingProxyTyp
 )
 
 
-class CacheLocality:
+class CachedPromptHeaps:
     """A heap of waiting requests for each endpoint, by the tokens that it had cached when they arrived."""
 
     def __init__(self, is_waiting: Callable[[str], bool]) -> None:
@@ -342,7 +342,7 @@ class Flows:
         self.order = order
         self._ageing_s = ageing_s
         self._overdue_check_at_s = 0.0
-        self._locality = CacheLocality(self._is_waiting) if isinstance(policy, DeficitLocality) else None
+        self._locality = CachedPromptHeaps(self._is_waiting) if isinstance(policy, DeficitLocality) else None
         self.requests = 0
         self.running: Ints = np.zeros(0, np.int64)
         self._sizes: Ints = np.zeros(0, np.int64)
@@ -358,7 +358,7 @@ class Flows:
         return len(self._rows)
 
     @property
-    def waiting(self) -> Bools:
+    def waiting_rows(self) -> Bools:
         """The rows with a waiting request."""
         return self.heads.waiting
 
@@ -368,7 +368,7 @@ class Flows:
         if row is None:
             row = self._rows[key] = self._new_row()
             if self.tenants is not None:
-                self.tenants.join(row, key.tenant)
+                self.tenants.add_flow(row, key.tenant)
         return row
 
     def add(self, queued: QueuedRequest) -> None:
@@ -393,7 +393,7 @@ class Flows:
             self._locality.sweep(self.requests)
         self._refresh_head(row)
 
-    def choose(self, candidates: Bools, rows: Bools, now: float) -> tuple[int, QueuedRequest | None]:
+    def choose_flow(self, candidates: Bools, rows: Bools, now: float) -> tuple[int, QueuedRequest | None]:
         """Choose the flow whose request goes next.
 
         Returns its row, and the request if it is not the flow's head. Under DeficitLocality that is a request with a
@@ -426,7 +426,11 @@ class Flows:
         """The request to evict when the queue is full: the newest of the largest flow of the tenant with most
         waiting.
         """
-        sizes = self._sizes if self.tenants is None else np.where(self.tenants.largest(self._sizes), self._sizes, -1)
+        sizes = (
+            self._sizes
+            if self.tenants is None
+            else np.where(self.tenants.flows_of_largest_tenant(self._sizes), self._sizes, -1)
+        )
         members = self._flows[int(sizes.argmax())].members
         return members[next(reversed(members))]
 
@@ -451,7 +455,7 @@ class Flows:
         waiting = self.heads.waiting
         if self.tenants is not None:
             self.tenants.on_waiting_started(row)
-            waiting = waiting & self.tenants.siblings(row)
+            waiting = waiting & self.tenants.flows_of_same_tenant(row)
         self.policy.activate(row, waiting)
 
     def _is_waiting(self, ticket: str) -> bool:
@@ -464,7 +468,7 @@ class Flows:
             self.tenants.on_waiting_ended(row)
         heads.waiting[row] = head is not None
         if head is not None:
-            heads.keys[row], heads.cached[row] = head[0], head[2].cached_tokens
+            heads.keys[row], heads.cached[row] = head[0], head[2].most_cached_tokens
 
     def _new_row(self) -> int:
         if len(self._rows) >= self._next_sweep:
@@ -482,7 +486,7 @@ class Flows:
             del self._rows[key]
             self.policy.forget(row)
             if self.tenants is not None:
-                self.tenants.leave(row)
+                self.tenants.remove_flow(row)
             self._free.append(row)
 
     def _is_idle(self, row: int) -> bool:

@@ -28,13 +28,13 @@ class Guard(msgspec.Struct, frozen=True):
     is_open: bool
     most_bytes: int
 
-    def max_body_bytes(self, given: int) -> int:
+    def max_changed_body_bytes(self, given: int) -> int:
         """What it may make of a body of ``given`` bytes."""
         return max(given, min(self.most_bytes, given + MOST_ADDED_BYTES))
 
     def max_answer_bytes(self, given: int) -> int:
         """What its answer about such a body may have."""
-        return self.max_body_bytes(given) + _OTHER_BYTES
+        return self.max_changed_body_bytes(given) + _OTHER_BYTES
 
 
 def guards_by_route(snapshot: Snapshot) -> dict[str, Guard]:

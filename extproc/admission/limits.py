@@ -79,14 +79,14 @@ class ClientChosenNames:
         return found
 
 
-class Usage(msgspec.Struct, frozen=True):
+class RequestUsage(msgspec.Struct, frozen=True):
     """Tokens of a request: expected before it is dispatched, reported afterwards. ``known``: what is no guess; None:
     all. ``cost_micros``: what they cost, 0 without a price.
     """
 
     input_tokens: float
     output_tokens: float
-    known: Usage | None = None
+    known: RequestUsage | None = None
     cost_micros: float = 0.0
 
     @property
@@ -104,19 +104,19 @@ class Usage(msgspec.Struct, frozen=True):
         amount: float = getattr(self, resource)
         return amount
 
-    def with_cost(self, price: Price | None, *, cached: int = 0, written: int = 0, reasoning: int = 0) -> Usage:
+    def with_cost(self, price: Price | None, *, cached: int = 0, written: int = 0, reasoning: int = 0) -> RequestUsage:
         """With its cost by ``price``; the keywords are parts of its tokens."""
         if price is None:
             return self
         counts = TokenCounts(math.ceil(self.input_tokens), cached, written, math.ceil(self.output_tokens), reasoning)
         known = None if self.known is None else self.known.with_cost(price)
-        return Usage(self.input_tokens, self.output_tokens, known, float(cost_micros(price, counts)))
+        return RequestUsage(self.input_tokens, self.output_tokens, known, float(cost_micros(price, counts)))
 
 
-NO_USAGE: Final = Usage(0.0, 0.0)
+NO_USAGE: Final = RequestUsage(0.0, 0.0)
 
 
-class BudgetPart(msgspec.Struct, frozen=True):
+class ChargedBudget(msgspec.Struct, frozen=True):
     """The budget that a charge is for. ``key``: ``namespace/route/name``, or ``gateway/-/name``. ``title``: its name
     for clients. ``holder``: whose budget it is: tenant, user, API key or gateway. ``window``: hour, day, week or month.
     ``unit``: tokens, or a currency. ``soft``: the level of its bucket below which answers warn.
@@ -148,7 +148,7 @@ class Charge(msgspec.Struct, frozen=True):
     is_global: bool = False
     needs_redis: bool = False
     enough: float = math.inf
-    budget: BudgetPart | None = None
+    budget: ChargedBudget | None = None
     ends_in_s: float = 0.0
     unit: Unit = "second"
     whose: str = "all callers"
@@ -195,7 +195,9 @@ class RouteLimits:
         self._limits = [(index, limit, _callers(limit)) for index, limit in enumerate(route.spec.rate_limits)]
         self._names = ClientChosenNames() if names is None else names
 
-    def charges(self, caller: Caller, headers: Mapping[str, str], usage: Usage, now: float = 0.0) -> list[Charge]:
+    def charges(
+        self, caller: Caller, headers: Mapping[str, str], usage: RequestUsage, now: float = 0.0
+    ) -> list[Charge]:
         """One charge for each amount that the limits name."""
         return [
             Charge(
@@ -248,7 +250,7 @@ class RouteLimits:
                 return "", "all callers of this route"
 
 
-def key_charges(limits: Sequence[KeyRateLimit], caller: Caller, usage: Usage) -> list[Charge]:
+def api_key_charges(limits: Sequence[KeyRateLimit], caller: Caller, usage: RequestUsage) -> list[Charge]:
     """One charge for each amount that the caller's API key has itself, over all routes."""
     return [
         # no name of an object has the sign
@@ -267,7 +269,7 @@ def key_charges(limits: Sequence[KeyRateLimit], caller: Caller, usage: Usage) ->
     ]
 
 
-def amount_to_reserve(usage: Usage, resource: Resource, limit: Limit) -> float:
+def amount_to_reserve(usage: RequestUsage, resource: Resource, limit: Limit) -> float:
     """The amount to reserve. An estimate alone must not make a request larger than the whole bucket."""
     amount, known = usage.amount_of(resource), usage.known
     if known is None or amount <= limit.capacity:

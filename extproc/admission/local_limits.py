@@ -17,7 +17,7 @@ from extproc.admission.refusals import limit_refusal
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from extproc.admission.limits import Usage
+    from extproc.admission.limits import RequestUsage
 
 # Buckets kept. The least recently used is dropped first and starts full again.
 MAX_BUCKETS: Final = 100_000
@@ -79,7 +79,7 @@ class LocalLimits:
             levels[index] -= claim.amount
         return Grant(owned, claims, levels)
 
-    def settle(self, grant: Grant, used: Usage | None, now: float) -> None:
+    def settle(self, grant: Grant, used: RequestUsage | None, now: float) -> None:
         """Settle with the actual usage; None refunds all: the request was never dispatched."""
         self.changes += 1
         for charge, claim in zip(grant.charges, grant.claims, strict=True):
@@ -89,7 +89,7 @@ class LocalLimits:
             if bucket is not None:
                 bucket.settle(claim, 0.0 if used is None else used.amount_of(charge.resource))
 
-    def spend(self, key: str, limit: Limit, amount: float, now: float) -> None:
+    def spend_unreserved(self, key: str, limit: Limit, amount: float, now: float) -> None:
         """``amount`` was used, or refunded if negative, and nothing is reserved for it here."""
         _, bucket = self._bucket(key, limit, now)
         self.changes += 1
@@ -106,12 +106,12 @@ class LocalLimits:
             # a reservation that is not known here is not in the level either: it was given back, or never heard of
             amount += max(0.0, -reserved - known)
             self._set_reserved(origin, key, limit, known + reserved)
-        self.spend(key, limit, amount, now)
+        self.spend_unreserved(key, limit, amount, now)
 
     def on_process_gone(self, origin: str, now: float) -> None:
         """The process ``origin`` is gone: what its requests have used is charged when it becomes known."""
         for key, (limit, amount) in self._reserved.pop(origin, {}).items():
-            self.spend(key, limit, -amount, now)
+            self.spend_unreserved(key, limit, -amount, now)
 
     def merge_levels(self, origin: str, levels: Sequence[BucketLevel], now: float) -> None:
         """Lower the buckets to the ``levels`` of the process ``origin``, and to what is reserved of them."""

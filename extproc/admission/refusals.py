@@ -16,7 +16,7 @@ from extproc.wire_protocol import BUDGET_HEADERS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from extproc.admission.limits import BudgetPart, Charge, Grant
+    from extproc.admission.limits import Charge, ChargedBudget, Grant
     from extproc.errors import Refusal
 
 BUDGET_REMAINING, BUDGET_WARNING = BUDGET_HEADERS
@@ -57,7 +57,7 @@ def _wait_s(charge: Charge, shortfall: float) -> float:
     return shortfall / charge.limit.rate if charge.limit.rate else charge.ends_in_s
 
 
-def _spent(charge: Charge, budget: BudgetPart, level: float, headers: Mapping[str, str]) -> BudgetSpent:
+def _spent(charge: Charge, budget: ChargedBudget, level: float, headers: Mapping[str, str]) -> BudgetSpent:
     most, left = amount_text(charge, charge.limit.capacity), amount_text(charge, max(0.0, level))
     whose = "of all callers" if budget.holder == "gateway" else f"of this {budget.holder}"
     shown = budget.title
@@ -109,7 +109,7 @@ def soft_budget_warning(charge: Charge, level: float) -> str:
     if budget is None or key is None:
         return ""
     used, most = charge.limit.capacity - level, charge.limit.capacity
-    whose = f"the {budget.holder} {key.caller}" if key.caller else "all callers"
+    whose = f"the {budget.holder} {key.caller_text}" if key.caller_text else "all callers"
     shown = budget_title(budget.name, "the key itself")
     begin = f"budget {budget.key}" if shown == budget.name else shown
     return (
@@ -118,7 +118,7 @@ def soft_budget_warning(charge: Charge, level: float) -> str:
     )
 
 
-def limits_unavailable() -> LimitsUnavailable:
+def limits_unavailable_refusal() -> LimitsUnavailable:
     """The error while Redis does not answer, for limits with ``withoutRedis: Refuse``."""
     return LimitsUnavailable("Rate limits cannot be checked at the moment; try again soon.", retry_after_s=1)
 

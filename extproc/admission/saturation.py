@@ -44,14 +44,14 @@ RECHECK_S: Final = 1.0
 LOOK_S: Final = 0.001
 
 
-class PrefillDecodeRows(msgspec.Struct, frozen=True):
+class PrefillDecodeMasks(msgspec.Struct, frozen=True):
     """The rows of prefill and of decode endpoints, and the ``group`` of each row; a pair must be in one group."""
 
     prefill: Bools
     decode: Bools
     group: NDArray[np.intp]
 
-    def complete_pairs(self, rows: Bools) -> Bools:
+    def rows_in_complete_groups(self, rows: Bools) -> Bools:
         """The ``rows`` in groups that have both a prefill and a decode endpoint among ``rows``."""
         prefill, decode = rows & self.prefill, rows & self.decode
         both = np.intersect1d(self.group[prefill], self.group[decode])
@@ -66,7 +66,7 @@ class EndpointHeadroom:
     """
 
     def __init__(
-        self, table: EndpointTable, limits: SaturationLimits, now: float, stages: PrefillDecodeRows | None = None
+        self, table: EndpointTable, limits: SaturationLimits, now: float, stages: PrefillDecodeMasks | None = None
     ) -> None:
         """``stages``: set if a request needs a prefill and a decode endpoint."""
         self._table = table
@@ -84,13 +84,13 @@ class EndpointHeadroom:
         self.saturation = self._saturation()
         self.stale_endpoints = int(np.count_nonzero(self._candidates & (trust < _STALE)))
 
-    def rows_for(self, queued: QueuedRequest) -> Bools | None:
+    def rows_with_room_for(self, queued: QueuedRequest) -> Bools | None:
         """The endpoints that can take the request now; None if there are none."""
         rows = self._fitting(self.open, queued)
         if not rows.any():
             return None
         # once one endpoint has room, a slightly fuller one with a cached prefix may be worth the wait
-        return rows | self._fitting(self._allowed, queued) if queued.cached_tokens else rows
+        return rows | self._fitting(self._allowed, queued) if queued.most_cached_tokens else rows
 
     def reserve_for(self, queued: QueuedRequest) -> None:
         """Keep the endpoint that will first have room for ``queued`` free from the requests behind it."""
@@ -101,7 +101,7 @@ class EndpointHeadroom:
             self.open, self._allowed = self.open.copy(), self._allowed.copy()
             self.open[nearest] = self._allowed[nearest] = False
 
-    def next_open_at_s(self) -> float:
+    def next_room_at_s(self) -> float:
         """When an endpoint may next get room if no event comes first."""
         waits = self._backlog_s[self._candidates & (self._backlog_s >= self._limits.max_wait_s)]
         # A moment later, so that rounding does not leave it full.
@@ -119,7 +119,7 @@ class EndpointHeadroom:
             # A request larger than the limit fits only an idle endpoint.
             fits = (max_tokens - self._table.in_flight_tokens >= queued.total_tokens) | (self._table.in_flight == 0)
             rows = rows & fits
-        return rows if self._stages is None else self._stages.complete_pairs(rows)
+        return rows if self._stages is None else self._stages.rows_in_complete_groups(rows)
 
     def _saturation(self) -> float:
         """Of the more saturated stage, if there are two. A stage without endpoints is full."""
@@ -166,7 +166,7 @@ def _usable(table: EndpointTable, now: float) -> Bools:
     """Endpoints to use: draining ones and ones whose breakers are open only if there are no others."""
     candidates = table.is_active
     if table.has_draining:
-        staying = candidates & table.not_draining()
+        staying = candidates & table.rows_not_draining()
         candidates = staying if staying.any() else candidates
     return least_ranked(table, candidates, now)
 

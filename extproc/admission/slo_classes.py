@@ -45,7 +45,7 @@ class ObjectiveTable:
         """That of a request; None: it has none."""
         return next((one for one in self._classes.get(route, ()) if priority >= one.priority), None)
 
-    def may_refuse(self, route: str) -> bool:
+    def refuses_predicted_misses(self, route: str) -> bool:
         """Whether a class of the route refuses requests that are predicted to miss an objective."""
         return any(one.refuses for one in self._classes.get(route, ()))
 

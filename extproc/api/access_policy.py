@@ -20,7 +20,7 @@ from extproc.api.spec import API_VERSION, CelRule, DirectoryObject, Name, NonEmp
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
     from extproc.api.yaml_documents import DirectoryObjects
 
 _OURS: Final = API_VERSION.partition("/")[0]

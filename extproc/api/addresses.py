@@ -12,7 +12,7 @@ from extproc.api.error_hints import address_hint, is_port
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 _LABEL: Final = r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
 _HOSTNAME: Final = re.compile(rf"{_LABEL}(\.{_LABEL})*")
@@ -84,7 +84,7 @@ def parse_endpoint(text: str) -> HostPort:
         raise ValueError(address_hint(text, takes_names=True)) from None
 
 
-def parse_target(text: str) -> HostPort:
+def parse_envoy_upstream(text: str) -> HostPort:
     """The same for a server that Envoy connects to by itself, for which ``localhost`` is 127.0.0.1."""
     found = parse_endpoint(text)
     return found._replace(host="127.0.0.1", is_ip=True) if found.host == "localhost" else found
@@ -126,7 +126,7 @@ def parse_networks(text: str) -> tuple[Network, ...]:
     return tuple(ipaddress.ip_network(one.strip()) for one in text.split(","))
 
 
-def is_guarded(host: str) -> bool:
+def is_local_or_metadata_host(host: str) -> bool:
     """Whether an address or a name means this machine, its link, a cloud's metadata service or nobody in particular.
 
     Whoever may write a ModelServer and a route could reach Envoy's admin interface there, or credentials of the node.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 
 import math
@@ -236,7 +236,7 @@ class FlowControl(Spec, frozen=True):
     shed_from: Annotated[float, msgspec.Meta(ge=0, lt=2)] = 1.0
 
     @property
-    def longest_wait_s(self) -> float:
+    def max_hold_s(self) -> float:
         """The longest time for which a request may be held."""
         return max(self.timeout, self.no_endpoint_timeout)
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 
 from datetime import datetime
@@ -52,7 +52,7 @@ class _KeySet(msgspec.Struct, frozen=True):
     keys: list[dict[str, Any]]
 
 
-def has_usable_key(text: str | bytes) -> bool:
+def jwks_has_usable_key(text: str | bytes) -> bool:
     """Whether ``text`` is a key set with a key of a kind that Envoy supports. Envoy validates the key's content."""
     try:
         keys = msgspec.json.decode(text, type=_KeySet).keys
@@ -194,7 +194,7 @@ class JwtIssuer(Spec, frozen=True):
     user_claim: Claim | None = "sub"
 
     @property
-    def file(self) -> str | None:
+    def referenced_file(self) -> str | None:
         """The file that it names: its key set, or who signs the certificate of the host that has it."""
         return self.jwks_file if self.remote_jwks is None else self.remote_jwks.ca_file
 
@@ -321,7 +321,7 @@ def _check_issuer(issuer: JwtIssuer, path: Path) -> Iterator[Finding]:
     given = (issuer.jwks, issuer.jwks_file, issuer.jwks_secret, issuer.remote_jwks)
     if sum(one is not None for one in given) != 1:
         yield path, "write one of jwks, jwksFile, jwksSecret and remoteJwks"
-    if issuer.jwks is not None and not has_usable_key(issuer.jwks):
+    if issuer.jwks is not None and not jwks_has_usable_key(issuer.jwks):
         yield (*path, "jwks"), "is no JSON Web Key Set with an RSA, EC, OKP or oct key; copy what the issuer publishes"
     if issuer.remote_jwks is not None:
         yield from _check_remote(issuer.remote_jwks, (*path, "remoteJwks"))

@@ -13,7 +13,7 @@ from extproc.api.spec import CelRule, Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 # Each level below the top is read once more.
 _DEEPEST: Final = 4

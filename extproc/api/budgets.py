@@ -17,7 +17,7 @@ from extproc.api.spec import CelRule, Name, Spec, list_map_keys
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 # Begins the names of budgets that keys have themselves.
 _OF_KEY: Final = "key:"
@@ -100,7 +100,7 @@ class KeyBudget(Spec, frozen=True):
     # Local: each machine grants the whole budget. Global: machines that share a Redis grant it together.
     scope: Literal["Local", "Global"] = "Local"
 
-    def budget(self) -> Budget:
+    def as_budget(self) -> Budget:
         """As a budget of the gateway. Its name is none that a configuration can have."""
         return Budget(
             name=f"{_OF_KEY}{self.window.lower()}",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 import xxhash
 
+from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.decode import Object, decode
-from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.gateway_config import GatewayConfig, GatewayConfigSpec
 from extproc.api.key_store import KeyStore, with_virtual_keys
 from extproc.api.kinds import DOCUMENT_KINDS
@@ -22,7 +22,7 @@ from extproc.api.picker_config import PickerFile, accept_any_plugins
 from extproc.api.references import check_unique_names
 from extproc.api.snapshot import Snapshot
 from extproc.api.status_pages import content_digest
-from extproc.api.yaml_documents import DirectoryObjects, Document, UnreadDocument, split_documents
+from extproc.api.yaml_documents import DirectoryObjects, Document, UnreadDocuments, split_documents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -166,7 +166,7 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_pi
         keys={kind.name: {one.metadata.key for _, one in objects[kind.document]} for kind in DOCUMENT_KINDS},
         listeners=[one.name for one in gateway.listeners],
         pickers=pickers,
-        unread=UnreadDocument.of(one.document for one in readings if one.object is None and one.mistakes),
+        unread=UnreadDocuments.of(one.document for one in readings if one.object is None and one.mistakes),
     )
     for kind in DOCUMENT_KINDS:
         mistakes.extend(_check_together(kind, found))

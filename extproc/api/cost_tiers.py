@@ -14,7 +14,7 @@ from extproc.api.spec import CelRule, Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 Spill = Literal["Up", "Down", "UpOrDown", "Never"]
 _FOR_NONE: Final = "is for nobody in particular; write tenants or minPriority, or put its fields into tiers"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.gateway_config import check_has_listeners
 from extproc.api.key_store import KEYS_FILE, KeyStore, KeyStoreSpec
 from extproc.api.kinds import DOCUMENT_KINDS, DocumentKind
@@ -22,7 +22,7 @@ from extproc.api.yaml_documents import Document, parse_document, repeats_keys, s
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 
 Object = DirectoryObject | PickerFile

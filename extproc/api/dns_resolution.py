@@ -19,8 +19,8 @@ import msgspec
 from extproc.api.addresses import (
     NETWORKS,
     OF_CLUSTER,
-    is_guarded,
     is_in,
+    is_local_or_metadata_host,
     join_host_port,
     parse_endpoint,
     parse_networks,
@@ -49,7 +49,7 @@ _TICK_S: Final = 0.1
 _THREADS: Final = 8
 
 
-class AddressTiming(msgspec.Struct, frozen=True):
+class AddressHoldTimes(msgspec.Struct, frozen=True):
     """``keep_s``: how long an address stays after it was answered last. ``settle_s``: how long a new one must have been
     known before it is used, while the name still has another.
     """
@@ -68,7 +68,7 @@ class _Answers(msgspec.Struct):
 class DnsCache:
     """The addresses to which names were resolved so far. A name that no longer resolves keeps its last addresses."""
 
-    def __init__(self, patience: AddressTiming) -> None:
+    def __init__(self, patience: AddressHoldTimes) -> None:
         self._patience = patience
         self._answers: dict[str, _Answers] = {}
 
@@ -111,7 +111,7 @@ def _names(one: ModelServer | Backend) -> frozenset[str]:
     return frozenset(where.host for where in map(parse_endpoint, texts) if not where.is_ip)
 
 
-def with_addresses(snapshot: Snapshot, addresses: Addresses) -> Snapshot:
+def with_resolved_addresses(snapshot: Snapshot, addresses: Addresses) -> Snapshot:
     """``snapshot`` with addresses in place of names; a name without any is no endpoint. Its version tells them
     apart.
     """
@@ -150,7 +150,7 @@ def _resolved(server: ModelServer, addresses: Addresses) -> ModelServer:
         networks = server.metadata.annotations.get(NETWORKS)
         known = None if networks is None else parse_networks(networks)
         addresses = {
-            name: tuple(ip for ip in ips if not is_guarded(ip) and (known is None or is_in(ip, known)))
+            name: tuple(ip for ip in ips if not is_local_or_metadata_host(ip) and (known is None or is_in(ip, known)))
             for name, ips in addresses.items()
         }
     for one in spec.endpoints:
@@ -200,7 +200,7 @@ class ResolvedDirectory:
     def __init__(
         self,
         directory: ConfigDirectory,
-        patience: AddressTiming,
+        patience: AddressHoldTimes,
         *,
         clock: Callable[[], float],
         lookup: Callable[[str], Sequence[str]],
@@ -239,7 +239,7 @@ class ResolvedDirectory:
         if not names:
             return snapshot
         self._used = self._usable()
-        return with_addresses(snapshot, self._used)
+        return with_resolved_addresses(snapshot, self._used)
 
     def _usable(self) -> Addresses:
         with self._condition:

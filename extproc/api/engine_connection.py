@@ -91,7 +91,7 @@ class EngineConnection(Spec, frozen=True):
         return endpoint_name or (None if self.tls is None else self.tls.server_name)
 
     @property
-    def files(self) -> tuple[str, ...]:
+    def referenced_files(self) -> tuple[str, ...]:
         """All files that it names."""
         tls = self.tls or EngineTls()
         shown = tls.client_certificate
@@ -99,9 +99,9 @@ class EngineConnection(Spec, frozen=True):
         return tuple(one for one in named if one is not None)
 
     @property
-    def names_files(self) -> bool:
+    def references_files_or_variables(self) -> bool:
         """Whether it names files or variables of the machine that Envoy and extproc run on."""
-        return self.has_key or bool(self.files)
+        return self.has_key or bool(self.referenced_files)
 
     @property
     def has_key(self) -> bool:

@@ -20,7 +20,7 @@ from extproc.api.spec import Name, Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
     from extproc.api.model_server import TrafficPolicy
 
 FailureClass = Literal["connect", "timeout", "overloaded", "server-error", "context-window", "content-policy"]

@@ -15,7 +15,7 @@ from extproc.api.addresses import (
     check_endpoint,
     is_hostname,
     parse_address,
-    parse_target,
+    parse_envoy_upstream,
     worker_addresses,
 )
 from extproc.api.admission import CallerNames
@@ -34,7 +34,7 @@ from extproc.api.tracing import Tracing, check_tracing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 _LARGEST_BODY: Final = 2**32 - 1
 # The address of a socket file has 108 bytes, and the numbers of workers need some.
@@ -82,7 +82,7 @@ class Listener(Spec, frozen=True):
     public_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
     @property
-    def files(self) -> tuple[str, ...]:
+    def referenced_files(self) -> tuple[str, ...]:
         """All files that it names."""
         if self.tls is None:
             return ()
@@ -291,7 +291,7 @@ def _needs_certificates(spec: GatewayConfigSpec) -> bool:
     return spec.authentication is not None and bool(spec.authentication.client_certificates)
 
 
-def unreachable_listener(gateway: GatewayConfigSpec, listens: Sequence[str]) -> str:
+def why_extproc_unreachable(gateway: GatewayConfigSpec, listens: Sequence[str]) -> str:
     """Why Envoy and extproc do not reach each other: Envoy calls an address without a listener, or never calls one that
     has a listener; empty if they do.
 
@@ -317,7 +317,7 @@ def _reaches(called: str, listener: str) -> bool:
     """Whether a call to one address arrives at the other, on this machine or through the address of another."""
     if called.startswith("unix:") or listener.startswith("unix:"):
         return _path(called) == _path(listener)
-    to, (own, own_port) = parse_target(called), parse_address(listener)
+    to, (own, own_port) = parse_envoy_upstream(called), parse_address(listener)
     if to.port != own_port:
         return False
     if not to.is_ip:

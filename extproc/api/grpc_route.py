@@ -24,14 +24,14 @@ from extproc.api.http_route import (
     check_expression,
     check_header_matches,
     check_hostname,
-    check_targets,
+    check_rule_filters,
 )
 from extproc.api.spec import NO_CONTROL, DirectoryObject, NonEmpty, ParentReference, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 _SERVICE: Final = re.compile(r"\.?[A-Za-z_][A-Za-z_0-9]*(\.[A-Za-z_][A-Za-z_0-9]*)*")
 _METHOD: Final = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
@@ -130,7 +130,7 @@ def check_grpc_route(spec: GRPCRouteSpec) -> Iterator[Finding]:
         for index, one in enumerate(rule.filters):
             if one.type not in _FILTERS:
                 yield (*path, "filters", index, "type"), f"{one.type} is no filter of GRPCRoutes"
-        yield from check_targets(rule.filters, rule.backend_refs, path)
+        yield from check_rule_filters(rule.filters, rule.backend_refs, path)
 
 
 def _check_method(match: GRPCMethodMatch, path: Path) -> Iterator[Finding]:

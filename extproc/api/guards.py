@@ -23,7 +23,7 @@ from extproc.http_headers import HOP_BY_HOP
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 # Of what frames the call, and of what it says itself.
 _OWN_HEADERS: Final = HOP_BY_HOP.union(

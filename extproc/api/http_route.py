@@ -19,7 +19,7 @@ from extproc.api.spec import API_VERSION, DirectoryObject, NonEmpty, ParentRefer
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 
 ATTACHE_GROUP = API_VERSION.partition("/")[0]
@@ -299,7 +299,7 @@ def _check_rule(rule: HTTPRouteRule, path: Path) -> Iterator[Finding]:
         yield from check_header_matches(match.headers, at)
         for index, parameter in enumerate(match.query_params):
             yield from _check_value(parameter, (*at, "queryParams", index, "value"))
-    yield from check_targets(rule.filters, rule.backend_refs, path)
+    yield from check_rule_filters(rule.filters, rule.backend_refs, path)
     yield from _check_together(rule, path)
     yield from _check_timeouts(rule.timeouts, (*path, "timeouts"))
     backoff = None if rule.retry is None else rule.retry.backoff
@@ -315,7 +315,7 @@ def check_header_matches(headers: Iterable[ValueMatch], path: Path) -> Iterator[
         yield from _check_value(header, (*path, "headers", index, "value"))
 
 
-def check_targets(
+def check_rule_filters(
     filters: Sequence[HTTPRouteFilter], backends: Iterable[WeightedBackendRef], path: Path
 ) -> Iterator[Finding]:
     """The filters of a rule and of its backends: every filter has its fields, and stands where it can be applied."""

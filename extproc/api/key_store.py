@@ -16,7 +16,7 @@ from extproc.api.spec import DirectoryObject, Name, NonEmpty, Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
     from extproc.api.gateway_config import GatewayConfigSpec
     from extproc.api.yaml_documents import DirectoryObjects
 
@@ -127,7 +127,7 @@ def with_virtual_keys(gateway: GatewayConfigSpec, store: KeyStoreSpec | None) ->
     )
 
 
-def check_known_keys(store: KeyStore, found: DirectoryObjects) -> Iterator[Finding]:
+def check_against_gateway_keys(store: KeyStore, found: DirectoryObjects) -> Iterator[Finding]:
     """They are used, and none has the name or the digest of a key of the GatewayConfig."""
     given = next((gateway.spec.authentication for _, gateway in found.of_type(GatewayConfig)), None)
     if given is None or given.virtual_keys is None:

@@ -11,11 +11,11 @@ import msgspec
 from extproc.api import references
 from extproc.api.access_policy import ModelAccessPolicy, check_access_policy, check_targets
 from extproc.api.admission import InferenceObjective
-from extproc.api.errors import Finding, Mistake
+from extproc.api.config_errors import Finding, Mistake
 from extproc.api.gateway_config import GatewayConfig, check_gateway, check_has_listeners, check_listeners, check_origins
 from extproc.api.grpc_route import GRPCRoute, check_grpc_route
 from extproc.api.http_route import Backend, HTTPRoute, check_backend, check_http_route
-from extproc.api.key_store import KeyStore, check_key_store, check_known_keys
+from extproc.api.key_store import KeyStore, check_against_gateway_keys, check_key_store
 from extproc.api.model_route import ModelRoute, check_route
 from extproc.api.model_server import ModelServer, check_connection, check_server
 from extproc.api.picker_config import EndpointPickerConfig
@@ -54,7 +54,7 @@ DOCUMENT_KINDS: Final = (
     DocumentKind(
         document=ModelRoute,
         checks=(check_route,),
-        references=(references.check_target_models, references.check_parents),
+        references=(references.check_target_servers, references.check_parents),
         together=(references.check_model_names,),
         field="routes",
     ),
@@ -102,7 +102,7 @@ DOCUMENT_KINDS: Final = (
     DocumentKind(
         document=KeyStore,
         checks=(check_key_store,),
-        references=(check_known_keys,),
+        references=(check_against_gateway_keys,),
         second="a second KeyStore; a directory takes one",
     ),
 )

@@ -38,7 +38,7 @@ class WarmingEngines:
         self._since_s: dict[tuple[str, str], float] = {}
         self._known: set[tuple[str, str]] = set()
 
-    def overdue_servers(self, now: float) -> frozenset[str]:
+    def servers_to_confirm(self, now: float) -> frozenset[str]:
         """Servers with an engine that has warmed for ``settle_s``: pass Envoy's endpoints of them to
         ``on_envoy_endpoints``.
         """

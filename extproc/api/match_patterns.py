@@ -11,7 +11,7 @@ import re2  # type: ignore[import-untyped]  # it brings no annotations
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 # Of a compiled expression, in RE2's instructions: the bundle's bootstrap sets the same number for Envoy. Envoy's own
 # default of 100 is exceeded by [a-z]{1,50}.

@@ -13,7 +13,7 @@ from extproc.api.spec import Name, Spec
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 IS_TARGET: Final = "mirror is a target of the rule, which has the requests themselves; name another ModelServer"
 

@@ -37,7 +37,7 @@ from extproc.api.spec import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 
 # By what the requests of a rule are divided among its targets.

@@ -31,7 +31,7 @@ from extproc.api.spec import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 
 ServingProtocol = Literal["OpenAI", "V1", "V2", "TensorFlow"]
@@ -323,7 +323,7 @@ class TrafficPolicy(Spec, frozen=True):
     outlier_detection: OutlierDetection = OutlierDetection()
 
     @property
-    def route(self) -> str:
+    def route_settings_text(self) -> str:
         """The settings for Envoy's routes, as text: the time limit and the retries; empty for the defaults."""
         if (self.timeout, self.retry.attempts) == _DEFAULT_ROUTE:
             return ""
@@ -558,12 +558,12 @@ class ModelServer(DirectoryObject, frozen=True, kw_only=True):
     spec: ModelServerSpec
 
 
-def longest_waits(spec: ModelServerSpec, control: FlowControl | None) -> dict[str, float]:
+def max_wait_by_field(spec: ModelServerSpec, control: FlowControl | None) -> dict[str, float]:
     """The longest that a request waits before an engine gets it, in seconds, by the field that holds it. ``control``:
     that is in effect.
     """
     waits = {
-        "flowControl": None if control is None else control.longest_wait_s,
+        "flowControl": None if control is None else control.max_hold_s,
         "adapterLoading": None if spec.adapter_loading is None else spec.adapter_loading.timeout,
         "activation": None if spec.activation is None else spec.activation.hold_timeout,
         "pdGroup": None

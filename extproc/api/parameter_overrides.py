@@ -20,7 +20,7 @@ from extproc.api.model_server import InternalField
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 _LONGEST_BYTES: Final = 16 * 1024
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)

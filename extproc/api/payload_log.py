@@ -22,7 +22,7 @@ from extproc.api.spec import CelRule, NonEmpty, Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 MOST_BYTES: Final = 1 << 20
 _MOST_PROGRAM: Final = 2000

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 import msgspec
 
 from extproc.api.admission import FlowControl
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.quantities import Duration, Quantity
 from extproc.api.yaml_documents import Document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.errors import Path
+    from extproc.api.config_errors import Path
 
 PICKER_KIND = "EndpointPickerConfig"
 # Parameters of llm-d's metrics-data-source that name files of the machine.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from extproc.api.admission import Fairness, Order
-    from extproc.api.errors import Finding
+    from extproc.api.config_errors import Finding
     from extproc.api.picker_config import PluginSpec
 
 FEATURE_GATE: Final = "flowControl"

@@ -20,7 +20,7 @@ from extproc.api.spec import CURRENCY, CelRule, Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 # Prices are per million tokens.
 _MILLION: Final = 1_000_000
@@ -107,7 +107,7 @@ class PerMillion(Spec, frozen=True):
     cache_write: Money | None = None
     reasoning: Money | None = None
 
-    def rates(self) -> Rates:
+    def micro_rates(self) -> Rates:
         """The same in micro-units."""
         return Rates(
             input=int(self.input),
@@ -218,9 +218,9 @@ def _compiled(one: PriceSpec) -> Price | HourlyPrice:
         Price(
             id="",
             currency=one.currency,
-            rates=Rates() if one.per_million is None else one.per_million.rates(),
+            rates=Rates() if one.per_million is None else one.per_million.micro_rates(),
             request=_plain(one.per_request) or 0,
-            tiers=tuple(RateTier(tier.above_input_tokens, tier.per_million.rates()) for tier in one.tiers),
+            tiers=tuple(RateTier(tier.above_input_tokens, tier.per_million.micro_rates()) for tier in one.tiers),
         )
     )
 

@@ -17,8 +17,8 @@ from extproc.http_headers import HOP_BY_HOP
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from extproc.api.config_errors import Finding, Path
     from extproc.api.engine_connection import EngineTls
-    from extproc.api.errors import Finding, Path
 
 _PORTS: Final = MappingProxyType({"https": 443, "http": 80})
 

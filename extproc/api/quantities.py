@@ -14,7 +14,7 @@ from extproc.api.error_hints import duration_hint, money_hint, quantity_hint, si
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 
 # Protocol buffers hold no duration of more than 10,000 years, and Envoy multiplies some; a year is longer than any

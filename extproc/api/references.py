@@ -19,7 +19,7 @@ from extproc.api.spec import STEPS_LISTENER, namespace_of, object_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from extproc.api.errors import Finding, Mistake, Path
+    from extproc.api.config_errors import Finding, Mistake, Path
     from extproc.api.fallback import Fallback
     from extproc.api.gateway_config import GatewayConfig
     from extproc.api.grpc_route import GatewayApiRoute, GatewayApiRule
@@ -93,7 +93,7 @@ def check_no_secret_references(gateway: GatewayConfig, _: DirectoryObjects) -> I
             yield (*path, "jwt", index, "jwksSecret"), f"{said}; write jwksFile, or apply it to a cluster"
 
 
-def check_target_models(route: ModelRoute, found: DirectoryObjects) -> Iterator[Finding]:
+def check_target_servers(route: ModelRoute, found: DirectoryObjects) -> Iterator[Finding]:
     """Their ModelServers exist."""
     keys = found.keys["ModelServer"]
     for number, rule in enumerate(route.spec.rules):

@@ -13,7 +13,7 @@ from extproc.api.spec import Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 # Envoy takes an answer of extproc in one message, and Lua holds what is stored.
 MOST_BYTES: Final = 1 << 20

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import inspect
 
+from extproc.api.config_errors import escape_unprintable
 from extproc.api.error_hints import bounds_hint, quote_value, shape_hint
-from extproc.api.errors import escape_unprintable
 from extproc.api.quantities import decode_quantity
 from extproc.api.spec import ADVICE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 
 _MAX_FINDINGS: Final = 100

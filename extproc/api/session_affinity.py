@@ -86,7 +86,7 @@ class SessionAffinityParameters(_Section, frozen=True):
     eviction_ttl_seconds: _Seconds = 0.0
 
     @property
-    def has_ids(self) -> bool:
+    def uses_client_ids(self) -> bool:
         """Whether clients name their sessions; otherwise answers carry a token."""
         return (
             "session_id" in self.strategy
@@ -115,7 +115,7 @@ class SessionAffinityParameters(_Section, frozen=True):
         return self.session_id_config.eviction_ttl_seconds or _DEFAULT_TTL_S
 
     @property
-    def by_id(self) -> SessionIdConfig:
+    def as_session_id_config(self) -> SessionIdConfig:
         """All of ``strategy: session_id``, in whichever form the file has it."""
         ttl_s = self.ttl_s
         if self.algorithm == "session_id_header":
@@ -141,4 +141,4 @@ def _token_header(given: Mapping[str, Any]) -> str | None:
     except msgspec.ValidationError:
         # extproc refuses the file with the reason
         return None
-    return None if parameters.has_ids else parameters.token_header
+    return None if parameters.uses_client_ids else parameters.token_header

@@ -14,7 +14,7 @@ from extproc.api.spec import CelRule, Name, Spec, list_map_keys
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 ObjectiveName = Literal["ttft", "tpot", "e2e"]
 Unmeetable = Literal["Serve", "Refuse"]

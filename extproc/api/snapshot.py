@@ -18,7 +18,7 @@ from extproc.api.gateway_config import GatewayConfigSpec
 from extproc.api.grpc_route import GatewayApiRoute, GRPCRoute
 from extproc.api.http_route import Backend, HTTPRoute
 from extproc.api.model_route import ModelRoute
-from extproc.api.model_server import ModelServer, ModelServerSpec, longest_waits
+from extproc.api.model_server import ModelServer, ModelServerSpec, max_wait_by_field
 from extproc.api.picker_config import PickerFile
 from extproc.api.picker_flow_control import with_usage_limits
 
@@ -70,9 +70,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         named = {one.spec.priority for one in self.objectives if one.metadata.namespace == namespace}
         return with_usage_limits(file.flow_control, file.config, named) if named else file.flow_control
 
-    def longest_waits_of(self, spec: ModelServerSpec) -> dict[str, float]:
+    def max_wait_by_field_of(self, spec: ModelServerSpec) -> dict[str, float]:
         """The longest that a request waits before an engine of the server gets it, by the field that holds it."""
-        return longest_waits(spec, self.flow_control_of(spec))
+        return max_wait_by_field(spec, self.flow_control_of(spec))
 
 
 def failure_mode_of(snapshot: Snapshot) -> Literal["Open", "Close"]:
@@ -190,7 +190,7 @@ def scrape_interval_warnings(snapshot: Snapshot) -> Iterator[str]:
         )
 
 
-def kv_event_sources(servers: Iterable[ModelServer]) -> int:
+def kv_event_source_count(servers: Iterable[ModelServer]) -> int:
     """How many data-parallel ranks publish KV events."""
     specs = [one.spec for one in servers]
     return sum(len(one.endpoints) * one.kv_events.data_parallel_size for one in specs if one.kv_events is not None)
@@ -199,7 +199,7 @@ def kv_event_sources(servers: Iterable[ModelServer]) -> int:
 def needed_file_descriptors(snapshot: Snapshot) -> int:
     """Descriptors for connections to all engines, and for subscriptions to their events."""
     read = sum(len(one.spec.endpoints) for one in snapshot.servers if one.spec.report_interval_s)
-    return read + kv_event_sources(snapshot.servers) * _OF_A_SUBSCRIPTION
+    return read + kv_event_source_count(snapshot.servers) * _OF_A_SUBSCRIPTION
 
 
 def file_descriptor_warnings(snapshot: Snapshot, limit: float) -> Iterator[str]:

@@ -126,7 +126,7 @@ class ServerDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
     engines: dict[str, EngineDemand] = msgspec.field(default_factory=dict)
 
 
-class Demand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class ProcessDemand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """The state of one process. ``instance``: its name, another one after each start. ``sequence``: grows with each
     message. ``age_s``: since the process began. ``servers``: by ``namespace/name``. ``slot``: which of its pod's
     processes it is, the same after each start; empty where there is one. With an empty ``instance``, the pod reports
@@ -142,15 +142,15 @@ class Demand(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     since: int = 0
 
 
-def changed_since(now: Demand, before: Demand) -> Demand:
+def demand_delta(now: ProcessDemand, before: ProcessDemand) -> ProcessDemand:
     """The message that follows ``before``: servers that are other objects than there, or all if the names differ."""
     if now.instance != before.instance or now.servers.keys() != before.servers.keys():
         return now
     changed = {name: one for name, one in now.servers.items() if one is not before.servers[name]}
-    return Demand(now.instance, now.sequence, now.age_s, changed, now.slot, before.sequence)
+    return ProcessDemand(now.instance, now.sequence, now.age_s, changed, now.slot, before.sequence)
 
 
-def complete_demand(report: Demand, before: Demand | None) -> Demand | None:
+def apply_demand_delta(report: ProcessDemand, before: ProcessDemand | None) -> ProcessDemand | None:
     """The whole of a message that may name changed servers alone; None if it does not continue ``before``."""
     if not report.since:
         return report
@@ -158,7 +158,9 @@ def complete_demand(report: Demand, before: Demand | None) -> Demand | None:
         return None
     if not report.servers.keys() <= before.servers.keys():
         return None
-    return Demand(report.instance, report.sequence, report.age_s, {**before.servers, **report.servers}, report.slot)
+    return ProcessDemand(
+        report.instance, report.sequence, report.age_s, {**before.servers, **report.servers}, report.slot
+    )
 
 
 def bucket_index(value_s: float, bounds: tuple[float, ...]) -> int:

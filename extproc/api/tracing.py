@@ -16,7 +16,7 @@ from extproc.api.spec import NonEmpty, Spec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 AttributeName = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=patterns.NO_CONTROL)]
 AttributeValue = Annotated[str, msgspec.Meta(max_length=512, pattern=patterns.NO_CONTROL)]
@@ -54,7 +54,7 @@ class Tracing(Spec, frozen=True):
     tls: CollectorTls | None = None
 
     @property
-    def files(self) -> tuple[str, ...]:
+    def referenced_files(self) -> tuple[str, ...]:
         """All files that it names."""
         return () if self.tls is None else (self.tls.ca_file,)
 

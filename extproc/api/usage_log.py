@@ -36,7 +36,7 @@ def unescape_name(stored: str) -> str:
     return stored.removeprefix(_RESERVED) if stored.startswith(_RESERVED * 2) else stored
 
 
-class FallbackUsage(msgspec.Struct, frozen=True, omit_defaults=True):
+class FallbackContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is other than in the UsageContext if a fallback serves the request: ``server``, and the fields of that."""
 
     server: str
@@ -54,7 +54,7 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     ``model``: as the client asked for it. ``served_model``: as the engine was asked. ``api``: the name of an ``Api``.
     ``priority``: of its objective or rule; ``band``: the name of its queue's band. ``queued_ms``: how long extproc
     held it, for whatever reason. ``cached``: tokens of its prompt that the pick expected in the cache. What it is
-    taken to use where its answer does not report it (``extproc.api.used_tokens.ExpectedTokens``): ``input_tokens``,
+    taken to use where its answer does not report it (``extproc.api.charged_tokens.ExpectedTokens``): ``input_tokens``,
     ``output_tokens``, ``answers``, ``most_output``, ``token_us``, ``tokens_per_event``, ``in_background``. ``price``:
     in force for it; None: the ModelServer has none. ``refused``: the code of extproc's refusal; empty if the request
     was sent on. ``service_class``: the name of its class of objectives; ``band`` if it has none. ``degraded``:
@@ -87,7 +87,7 @@ class UsageContext(msgspec.Struct, frozen=True, omit_defaults=True):
     key_id: str = ""
     service_class: str = ""
     degraded: bool = False
-    fallbacks: tuple[FallbackUsage, ...] = ()
+    fallbacks: tuple[FallbackContext, ...] = ()
 
     def as_served_by(self, server: str) -> UsageContext:
         """The same if ``server`` is one of the fallbacks."""

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 import msgspec
 import yaml
 
+from extproc.api.config_errors import ConfigInvalid, Mistake, format_path
 from extproc.api.error_hints import explain_forbidden_character, explain_syntax_error, template_hint
-from extproc.api.errors import ConfigInvalid, Mistake, format_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from extproc.api.errors import Finding, Path
+    from extproc.api.config_errors import Finding, Path
 
 T = TypeVar("T")
 # Of one document. Ours are nested 10 deep; ten thousand endpoints with six labels each have 170,000 nodes.
@@ -399,7 +399,7 @@ def _nearest(lines: dict[Path, int], path: Path, otherwise: int) -> int:
     return next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), otherwise)
 
 
-class UnreadDocument(msgspec.Struct, frozen=True):
+class UnreadDocuments(msgspec.Struct, frozen=True):
     """``files``: those that contain such documents. ``names``: every value of a key ``name`` in their texts.
     ``is_any_nameless``: in one of the documents no name was found.
     """
@@ -436,7 +436,7 @@ class DirectoryObjects(msgspec.Struct, frozen=True, kw_only=True):
     keys: Mapping[str, Collection[str]]
     listeners: Sequence[str]
     pickers: Collection[str]
-    unread: UnreadDocument
+    unread: UnreadDocuments
 
     def of_type(self, cls: type[T]) -> Sequence[tuple[Document, T]]:
         """The objects of one type, with their documents."""

@@ -15,9 +15,9 @@ from extproc.admission.limits import RESOURCES
 from extproc.admission.local_limits import MAX_BUCKETS
 from extproc.api.addresses import parse_address, worker_addresses
 from extproc.api.budgets import budget_title
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import SnapshotLoader, load_directory, max_file_bytes
-from extproc.api.errors import ConfigInvalid
-from extproc.api.gateway_config import unreachable_listener
+from extproc.api.gateway_config import why_extproc_unreachable
 from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.match_patterns import ANY_HOST, have_common_hosts
 from extproc.api.model_server import NO_ENCODE_STAGE, SIDECAR_CONNECTORS, TRANSLATABLE
@@ -27,7 +27,7 @@ from extproc.api.schema import suggest_similar
 from extproc.api.snapshot import (
     failure_mode_of,
     file_descriptor_warnings,
-    kv_event_sources,
+    kv_event_source_count,
     scrape_interval_warnings,
     settings_enforced_by_extproc,
 )
@@ -134,7 +134,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
         return print_mistakes(error)
     for note in notes:
         print(f"note: {note}")
-    problem = unreachable_listener(snapshot.gateway, listens) if listens else ""
+    problem = why_extproc_unreachable(snapshot.gateway, listens) if listens else ""
     if problem:
         print(problem, file=sys.stderr)
         return 2
@@ -188,7 +188,7 @@ def _undone_by_open(snapshot: Snapshot) -> list[str]:
 
 def _too_long(snapshot: Snapshot) -> list[str]:
     """Waits that Envoy ends before extproc does."""
-    found = [(server.metadata.key, snapshot.longest_waits_of(server.spec)) for server in snapshot.servers]
+    found = [(server.metadata.key, snapshot.max_wait_by_field_of(server.spec)) for server in snapshot.servers]
     return [
         f"ModelServer {key}: {' and '.join(waits)} {'hold' if len(waits) > 1 else 'holds'} requests for up to"
         f" {sum(waits.values()):g} s, and Envoy waits an hour at most; write timeouts of 59m or less"
@@ -303,22 +303,24 @@ def _named_files(snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
     """Who names a file, its name, and what becomes of requests without it."""
     unserved, refused = "this is not served", "these callers get 401"
     for listener in snapshot.gateway.listeners:
-        yield from ((f"listener {listener.name}", name, unserved) for name in listener.files)
+        yield from ((f"listener {listener.name}", name, unserved) for name in listener.referenced_files)
     for server in snapshot.servers:
         who, tokenizer = f"ModelServer {server.metadata.key}", server.spec.tokenizer.path
-        yield from ((who, name, unserved) for name in server.spec.connection.files)
+        yield from ((who, name, unserved) for name in server.spec.connection.referenced_files)
         if tokenizer is not None:
             yield who, f"{tokenizer}/tokenizer.json", "the index of prefixes is approximate"
     for picker, file in snapshot.picker_files.items():
         yield from ((picker, name, "engines' metrics are not read") for _, name in file.referenced_files())
     if snapshot.gateway.tracing is not None:
-        yield from (("tracing", name, "no spans are sent") for name in snapshot.gateway.tracing.files)
+        yield from (("tracing", name, "no spans are sent") for name in snapshot.gateway.tracing.referenced_files)
     for guard in snapshot.gateway.guards:
-        yield from ((f"guard {guard.name}", name, "it is not asked") for name in guard.connection.files)
+        yield from ((f"guard {guard.name}", name, "it is not asked") for name in guard.connection.referenced_files)
     asked = snapshot.gateway.authentication
     if asked is not None:
         yield from ((f"key {one.name}", one.key_file, refused) for one in asked.api_keys if one.key_file is not None)
-        yield from ((f"issuer {one.name}", one.file, refused) for one in asked.jwt if one.file is not None)
+        yield from (
+            (f"issuer {one.name}", one.referenced_file, refused) for one in asked.jwt if one.referenced_file is not None
+        )
 
 
 def _problem_of(file: Path) -> str:
@@ -470,7 +472,7 @@ def _budgets(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[Budget], frozen
     yield "GatewayConfig", snapshot.gateway.budgets, every
     keys = () if snapshot.gateway.authentication is None else snapshot.gateway.authentication.api_keys
     # thousands may have the same
-    yield "API keys", [one.budget() for one in dict.fromkeys(one for key in keys for one in key.budgets)], every
+    yield "API keys", [one.as_budget() for one in dict.fromkeys(one for key in keys for one in key.budgets)], every
     for route in snapshot.routes:
         servers = route.server_keys
         yield f"ModelRoute {route.metadata.key}", route.spec.budgets, every & servers
@@ -860,7 +862,7 @@ def undersized_prefix_indexes(snapshot: Snapshot) -> Iterator[str]:
 
 def undersized_kv_indexes(snapshot: Snapshot) -> Iterator[str]:
     """So many sources of KV events that less of each can be tracked than of a few."""
-    sources = kv_event_sources(snapshot.servers)
+    sources = kv_event_source_count(snapshot.servers)
     if kv_events.max_blocks_per_source(sources) < kv_events.MOST_BLOCKS:
         yield (
             f"{sources} ranks of engines publish KV events: a process tracks {kv_events.MOST_BLOCKS_IN_ALL} blocks, so"

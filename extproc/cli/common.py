@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from extproc.api.addresses import parse_address
+from extproc.api.config_errors import replace_unprintable
 from extproc.api.config_loader import ConfigDirectory
 from extproc.api.dns_resolution import ResolvedDirectory
-from extproc.api.errors import replace_unprintable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from http.client import HTTPResponse
     from typing import IO
 
-    from extproc.api.dns_resolution import AddressTiming
-    from extproc.api.errors import ConfigInvalid
+    from extproc.api.config_errors import ConfigInvalid
+    from extproc.api.dns_resolution import AddressHoldTimes
 
 # A process with 10,000 endpoints and as many tenants has some 30 MB of metrics.
 _MOST_BYTES: Final = 128 * 2**20
 _PIECE_BYTES: Final = 1 << 20
 
 
-def resolved_directory(path: Path, patience: AddressTiming) -> ResolvedDirectory:
+def resolved_directory(path: Path, patience: AddressHoldTimes) -> ResolvedDirectory:
     """The directory at ``path``; names are resolved by this machine's resolver."""
     clock = time.monotonic  # noqa: TID251 - the edge
     return ResolvedDirectory(ConfigDirectory(path), patience, clock=clock, lookup=resolve_host)

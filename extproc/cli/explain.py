@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.spec import qualified_key
 from extproc.cli.common import fetch_page, print_mistakes, printable
 from extproc.errors import Refusal

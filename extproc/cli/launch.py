@@ -22,9 +22,9 @@ from extproc.listen_sockets import ListenFailed
 from extproc.replication.buses import RedisUnusable
 from extproc.runtime import app
 from extproc.runtime.app import GrpcTls, Settings
-from extproc.runtime.worker import WorkerSettings
+from extproc.runtime.worker_settings import WorkerSettings
 from extproc.streams.context import GatewayOptions
-from extproc.streams.tls import CertificateInvalid, TlsFiles, TlsLimits
+from extproc.streams.tls import CertificateInvalid, TlsFiles, TlsRequirements
 
 if TYPE_CHECKING:
     import argparse
@@ -111,7 +111,7 @@ def _grace_s(options: argparse.Namespace) -> float:
 
 
 def _tls(options: argparse.Namespace) -> GrpcTls | None:
-    limits = TlsLimits(options.tls_min_version, options.tls_ciphers)
+    limits = TlsRequirements(options.tls_min_version, options.tls_ciphers)
     if options.tls_cert is not None:
         return GrpcTls(TlsFiles(options.tls_cert, options.tls_key), limits)
     return GrpcTls(limits=limits) if options.tls_self_signed else None

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.addresses import parse_address
-from extproc.api.dns_resolution import AddressTiming
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
+from extproc.api.dns_resolution import AddressHoldTimes
 from extproc.api.gateway_config import GatewayConfigSpec
 from extproc.api.quantities import Duration
 from extproc.api.snapshot import Snapshot
@@ -27,7 +27,7 @@ from extproc.api.untrusted_files import read_token
 from extproc.cli.common import parse_metrics_address, print_mistakes, resolved_directory, set_process_name
 from extproc.cli.workers import AWAITED, supervise
 from extproc.logs import add_log_options, start_logging
-from extproc.runtime.worker import WorkerSettings
+from extproc.runtime.worker_settings import WorkerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Of engines' names: Envoy has a new address before extproc uses it, and an old one after extproc has left it.
-_PATIENCE: Final = AddressTiming(keep_s=10.0, settle_s=4.0)
+_PATIENCE: Final = AddressHoldTimes(keep_s=10.0, settle_s=4.0)
 # Where a password may stand: command lines are for all to read.
 REDIS_VARIABLE: Final = "ATTACHE_REDIS"
 # Of a directory that is not there yet.
@@ -152,9 +152,9 @@ def _check_tls(options: argparse.Namespace) -> None:
     if (options.tls_self_signed or options.tls_cert) and find_spec("cryptography") is None:
         raise ValueError("TLS needs the Python package 'cryptography'; run: pip install 'attache[tls]'")
     if options.tls_ciphers:
-        from extproc.streams.tls import TlsLimits  # noqa: PLC0415 - only where it is asked for
+        from extproc.streams.tls import TlsRequirements  # noqa: PLC0415 - only where it is asked for
 
-        TlsLimits(options.tls_min_version, options.tls_ciphers).context()
+        TlsRequirements(options.tls_min_version, options.tls_ciphers).context()
 
 
 def _check_ports(listen: str, metrics: tuple[str, int] | Path | None, workers: int) -> None:

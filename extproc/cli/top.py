@@ -132,7 +132,7 @@ def _read(pages: list[str]) -> MetricsSnapshot:
             raise _Unread(f"no metrics at {page}: {getattr(error, 'reason', error)}") from error
         if one.get(MODEL_MISSING):
             reading.wrong_models |= _wrong_models(page)
-        if not one.is_of_extproc:
+        if not one.has_extproc_metrics:
             raise _Unread(f"the page at {page} is not of extproc: its metrics are on 127.0.0.1:9003 by default")
     return reading
 

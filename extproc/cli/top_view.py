@@ -504,7 +504,7 @@ class MetricsSnapshot:
         return sorted({tuple(series.get(label, "") for label in labels) for series, _ in self._having(name, where)})
 
     @property
-    def is_of_extproc(self) -> bool:
+    def has_extproc_metrics(self) -> bool:
         """Whether a page of extproc is among them."""
         return "attache_open_streams" in self._values
 

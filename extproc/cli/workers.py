@@ -20,7 +20,7 @@ import msgspec
 from extproc.api.addresses import worker_addresses
 from extproc.cli.supervisor import Program, SpareProcess, SupervisedProgram, restart_one_by_one
 from extproc.listen_sockets import ListenFailed, listen
-from extproc.runtime.worker import WorkerSettings
+from extproc.runtime.worker_settings import WorkerSettings
 from extproc.sd_notify import READY, notify
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from extproc.api.authentication import ApiKey
     from extproc.api.status_pages import ConfigReport
     from extproc.core.core import Core
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
 
 _Result = TypeVar("_Result")
 _Query = TypeVar("_Query")
@@ -68,7 +68,7 @@ _USAGE_PARAMETERS: Final = frozenset(
 _ANY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - another worker listens there, too
 
 
-class WorkerAddress(msgspec.Struct, frozen=True):
+class ConsoleWorker(msgspec.Struct, frozen=True):
     """``address``: where this worker's pages are; ``worker`` of ``workers``: its number, from 0; the ports of all are
     consecutive. ``has_explain``: /debug/explain is there. ``usage_api``: URL of ``attache usage serve``,
     ``manager``: of the manager's pages.
@@ -129,7 +129,7 @@ class ConsolePages:
         wall_clock: Callable[[], float],
         is_ready: Callable[[], bool],
         report: Callable[[], ConfigReport],
-        place: WorkerAddress,
+        place: ConsoleWorker,
     ) -> None:
         self._core = core
         self._metrics = metrics
@@ -246,7 +246,7 @@ class ConsolePages:
     def _process(self) -> ProcessView:
         place = self._place
         return ProcessView(
-            instance=self._core.name,
+            instance=self._core.process_name,
             version=self._version,
             worker=place.worker,
             workers=place.workers,

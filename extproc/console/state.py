@@ -18,7 +18,7 @@ import numpy as np
 
 from extproc.api.status_pages import ConfigReport
 from extproc.core.explanation import why_avoided
-from extproc.core.states import IN_FLIGHT, WAITING, State
+from extproc.core.request_states import IN_FLIGHT, WAITING, RequestState
 from extproc.endpoints.health import silent_after_s
 from extproc.scheduling.model_check import quoted_names
 from extproc.scheduling.pool import Pool
@@ -374,7 +374,7 @@ def _count_requests(core: Core, now: float) -> Generator[None, None, _Held]:
             name = arrival.pool.name
             held.servers[name] += 1
             keys: list[object] = [name]
-            if record.state is State.QUEUED and record.queued is not None and name in gates:
+            if record.state is RequestState.QUEUED and record.queued is not None and name in gates:
                 keys.append((name, gates[name].queue.band_of(record.queued.priority).index))
             for key in keys:
                 held.oldest_s[key] = min(record.arrived_at_s, held.oldest_s.get(key, record.arrived_at_s))

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.saturation import RECHECK_S
-from extproc.core.dispatch import no_longer_served
+from extproc.core.dispatch import server_removed_refusal
 from extproc.core.effects import Effect, EngineNeeded, EngineStarted, RequestHeld, WakeAt
 from extproc.core.flow_control import MOST_AT_ONCE
 from extproc.core.request_record import RequestRecord
-from extproc.core.states import WAITING_AT_ENGINES, Event, State
+from extproc.core.request_states import WAITING_AT_ENGINES, RequestEvent, RequestState
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, Refusal
 from extproc.scheduling.pool import Pool
 
@@ -123,7 +123,7 @@ class WaitBounds(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class HeldUsage:
+class HeldRequestTotals:
     """By tenant: how many requests wait, and the size of their bodies."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class _Group(msgspec.Struct):
 
     pool: Pool
     records: dict[str, RequestRecord]
-    held: HeldUsage = msgspec.field(default_factory=HeldUsage)
+    held: HeldRequestTotals = msgspec.field(default_factory=HeldRequestTotals)
     soonest_s: float = math.inf
     is_sorted: bool = True
 
@@ -211,7 +211,7 @@ class _Group(msgspec.Struct):
             self.is_sorted = True
 
 
-class EngineWait:
+class EngineWaitStage:
     """Records in state AWAITING_ENGINE. Effects go to ``out``."""
 
     def __init__(
@@ -231,7 +231,7 @@ class EngineWait:
         self._proceed = proceed
         self._withdraw_behind = withdraw
         self._groups: dict[str, _Group] = {}
-        self._held = HeldUsage()
+        self._held = HeldRequestTotals()
         self.start_times = EngineStartTimes()
 
     @property
@@ -269,7 +269,7 @@ class EngineWait:
             return None
         self._evict_for(arrival, activation, now, out)
         self._add(record, pool, now, out)
-        return self._admission.longest_hold(record, now)
+        return self._admission.max_hold(record, now)
 
     def withdraw(self, record: RequestRecord, now: float) -> None:
         """It waits no more."""
@@ -327,7 +327,7 @@ class EngineWait:
     def _take_back(self, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
         """Held requests whose server has lost its last engine wait for the next one, before those that came later."""
         for record in [one for one in self._records.values() if _has_lost_engines(one, pools)]:
-            record.begin_event(Event.ENGINES_GONE)
+            record.begin_event(RequestEvent.ENGINES_GONE)
             self._withdraw_behind(record, now)
             record.queued = None
             self._add(record, record.pending_arrival.pool, now, out).is_sorted = False
@@ -345,7 +345,7 @@ class EngineWait:
             self._dispatcher.move_to_server(record, other)
             self._put(record, other.pool).is_sorted = False
         elif not is_there:
-            self._refuse(record, no_longer_served(pool.name), now, out)
+            self._refuse(record, server_removed_refusal(pool.name), now, out)
         elif pool.spec.activation is None:
             self._refuse(record, NoEndpoint("No engine is ready for this request; try again later."), now, out)
 
@@ -354,7 +354,7 @@ class EngineWait:
         if activation is not None and record.engine_by_s == math.inf:
             # one limit for all its waits for an engine, even if engines come and go meanwhile
             record.engine_by_s = now + activation.hold_timeout
-        self._dispatcher.add_record(record, State.AWAITING_ENGINE, now)
+        self._dispatcher.add_record(record, RequestState.AWAITING_ENGINE, now)
         if pool.name not in self._groups:
             out.append(EngineNeeded(pool.name))
         if not pool.readiness.is_whole:
@@ -375,7 +375,7 @@ class EngineWait:
         """Raises QueueFull where no waiting request is to be refused in place of this one."""
         pool, group = arrival.pool, self._groups.get(arrival.pool.name)
         bounds = WaitBounds(activation.max_requests, activation.max_bytes)
-        held, records = (HeldUsage(), {}) if group is None else (group.held, group.records)
+        held, records = (HeldRequestTotals(), {}) if group is None else (group.held, group.records)
         going = held.requests_to_evict(arrival, bounds, reversed(records.values()))
         if going is None:
             raise self._full(f"Too many requests wait for an engine of '{pool.name}'", pool, now)

@@ -21,7 +21,7 @@ import msgspec
 from extproc.core.effects import AdapterLoadEnded, Broadcast, Effect, LoadAdapter, RequestHeld, WakeAt
 from extproc.core.peer_events import AdapterChanged
 from extproc.core.request_record import AdapterLoadResult, RequestRecord
-from extproc.core.states import Event, State
+from extproc.core.request_states import RequestEvent, RequestState
 from extproc.endpoints.table import EndpointRef
 from extproc.engines.engine_responses import AdapterLoadProblem
 from extproc.errors import AdapterBroken, AdapterUnavailable, NoEndpoint, Refusal
@@ -176,19 +176,19 @@ def load_timeout_s(pool: Pool) -> float:
     return 0.0 if loading is None else float(loading.timeout)
 
 
-def unavailable_adapter(pool: Pool, adapter: str, what: str) -> Refusal:
+def adapter_unavailable_refusal(pool: Pool, adapter: str, what: str) -> Refusal:
     """503: try again."""
     return AdapterUnavailable(
         f"The {_kind(pool)} '{adapter}' {what}; try again later.", param="model", retry_after_s=_RETRY_AFTER_S
     )
 
 
-def engine_unreachable(pool: Pool, adapter: str) -> Refusal:
+def engine_unreachable_refusal(pool: Pool, adapter: str) -> Refusal:
     """503: no engine can load it."""
-    return unavailable_adapter(pool, adapter, "is not loaded, and no engine that could load it can be reached")
+    return adapter_unavailable_refusal(pool, adapter, "is not loaded, and no engine that could load it can be reached")
 
 
-def adapter_load_failed(pool: Pool, adapter: str) -> Refusal:
+def adapter_load_failed_refusal(pool: Pool, adapter: str) -> Refusal:
     """502: an operator must correct it."""
     why = "do not fit the model" if pool.spec.protocol == "OpenAI" else "cannot be read by them"
     return AdapterBroken(
@@ -227,7 +227,7 @@ class _Group(msgspec.Struct):
     broken: set[int] = set()
 
 
-class AdapterWait:
+class AdapterWaitStage:
     """Records in state LOADING: they wait for their adapter. Also the loads that were asked for."""
 
     def __init__(
@@ -263,7 +263,7 @@ class AdapterWait:
         if adapter is None or slots is None or adapter not in slots.sources:
             return None
         slots.expire(now)
-        rows = rows_that_can_load(pool.table, pool.eligible(None, subset), now)
+        rows = rows_that_can_load(pool.table, pool.rows_that_may_serve(None, subset), now)
         holders, key = slots.rows_with(adapter) & rows, _key(pool, adapter, subset)
         is_broken = self._loads.is_broken(pool, adapter, now)
         if holders.any():
@@ -274,15 +274,15 @@ class AdapterWait:
             # the picker reports the reason
             return None
         if is_broken:
-            raise adapter_load_failed(pool, adapter)
+            raise adapter_load_failed_refusal(pool, adapter)
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(pool, adapter, subset)
         group.deadlines[record.ticket] = min(now + load_timeout_s(pool), record.answer_by_s)
         slots.waiting += 1
-        self._dispatcher.add_record(record, State.LOADING, now)
+        self._dispatcher.add_record(record, RequestState.LOADING, now)
         out.append(WakeAt(now))
-        return self._admission.longest_hold(record, now)
+        return self._admission.max_hold(record, now)
 
     def withdraw(self, record: RequestRecord, now: float) -> None:  # noqa: ARG002 - as other waits
         """The request does not wait here any more; the others of its group are unaffected."""
@@ -302,7 +302,7 @@ class AdapterWait:
         """Send on those whose adapter is loaded, request loads, and refuse those that have waited too long."""
         # they go first: the adapter of an engine gives way to another's if nothing uses it
         for record in self._ready(now):
-            record.begin_event(Event.GRANTED)
+            record.begin_event(RequestEvent.GRANTED)
             self._proceed(record, now, out)
         for key, group in list(self._groups.items()):
             for ticket in [one for one, at_s in group.deadlines.items() if at_s <= now]:
@@ -338,15 +338,15 @@ class AdapterWait:
         return found
 
     def _rows(self, group: _Group, now: float) -> Bools:
-        return rows_that_can_load(group.pool.table, group.pool.eligible(None, group.subset), now)
+        return rows_that_can_load(group.pool.table, group.pool.rows_that_may_serve(None, group.subset), now)
 
     def _load_for(self, group: _Group, slots: AdapterSlots, now: float, out: list[Effect]) -> None:
         pool, loads = group.pool, self._loads
         answering = loads.responsive_rows(pool, rows_of_mask(self._rows(group, now)), now)
         if loads.is_broken(pool, group.adapter, now):
-            self._refuse_all(group, adapter_load_failed(pool, group.adapter), now, out)
+            self._refuse_all(group, adapter_load_failed_refusal(pool, group.adapter), now, out)
         elif not answering:
-            self._refuse_all(group, engine_unreachable(pool, group.adapter), now, out)
+            self._refuse_all(group, engine_unreachable_refusal(pool, group.adapter), now, out)
         elif slots.is_listed and slots.has_unread_rows(answering, now):
             # an engine may have it: its list of models comes within a second
             return
@@ -454,7 +454,7 @@ class AdapterWait:
         else:
             others = f"{_kind(group.pool)}s"
             text = f"has no room at any engine: all slots are in use by other {others}"
-        return unavailable_adapter(group.pool, group.adapter, text)
+        return adapter_unavailable_refusal(group.pool, group.adapter, text)
 
     def _refuse_all(self, group: _Group, refusal: Refusal, now: float, out: list[Effect]) -> None:
         for ticket in list(group.deadlines):

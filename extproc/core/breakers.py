@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from extproc.core.effects import BreakerChanged, HealthChanged
-from extproc.core.peer_events import KnownBreaker
+from extproc.core.peer_events import BreakerSnapshot
 from extproc.endpoints.breaker import BreakerState
 from extproc.endpoints.breaker_ranks import set_breaker
 from extproc.endpoints.health import EndpointHealth
@@ -33,7 +33,7 @@ def draw_pass(pool: Pool, now: float, rng: random.Random) -> bool:
 
 def may_probe(pool: Pool, now: float) -> bool:
     """Whether the next request that goes to the ModelServer is a probe of its breaker."""
-    return bool(pool.breaker.trips) and pool.probe_at_s(now) <= now
+    return bool(pool.breaker.trips) and pool.next_probe_at_s(now) <= now
 
 
 def check_server_breaker(pool: Pool, now: float, *, is_drawn: bool) -> None:
@@ -43,7 +43,7 @@ def check_server_breaker(pool: Pool, now: float, *, is_drawn: bool) -> None:
     breaker = pool.breaker
     if not len(pool.table):
         return
-    state, again_s = breaker.state(now), pool.probe_at_s(now)
+    state, again_s = breaker.state(now), pool.next_probe_at_s(now)
     if state is BreakerState.OPEN or (not is_drawn and again_s > now):
         raise ServerFailing(
             "The engines of this model answer with errors, so requests are not sent there for now; try again later.",
@@ -51,10 +51,10 @@ def check_server_breaker(pool: Pool, now: float, *, is_drawn: bool) -> None:
         )
 
 
-def breakers_for_peers(pools: Iterable[Pool], now: float) -> list[KnownBreaker]:
+def breakers_for_peers(pools: Iterable[Pool], now: float) -> list[BreakerSnapshot]:
     """For the other processes."""
     found = [
-        KnownBreaker(pool.name, address, breaker.shifted(-now))
+        BreakerSnapshot(pool.name, address, breaker.with_clock_shift(-now))
         for pool in pools
         for address, breaker in breakers_of(pool)
         if breaker.generation
@@ -80,7 +80,7 @@ def server_breaker_problems(pools: Iterable[Pool], now: float) -> dict[str, str]
     }
 
 
-def merge_breakers(pools: Mapping[str, Pool], known: Iterable[KnownBreaker], now: float, out: list[Effect]) -> None:
+def merge_breakers(pools: Mapping[str, Pool], known: Iterable[BreakerSnapshot], now: float, out: list[Effect]) -> None:
     """What another process knows of breakers."""
     for one in known:
         pool = pools.get(one.server)
@@ -88,7 +88,7 @@ def merge_breakers(pools: Mapping[str, Pool], known: Iterable[KnownBreaker], now
         if pool is None or (one.address and row is None):
             continue
         before = pool.breaker if row is None else pool.table.breakers[row]
-        after = before.merged(one.breaker.shifted(now), now)
+        after = before.merged(one.breaker.with_clock_shift(now), now)
         if after is not before:
             change_breaker(pool, row, after, out, is_news=bool(before.trips) != bool(after.trips))
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from extproc.admission.saturation import EndpointHeadroom, PrefillDecodeRows
+from extproc.admission.saturation import EndpointHeadroom, PrefillDecodeMasks
 from extproc.api.admission import SaturationSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.admission.fair_queue import FlowControlGate
-    from extproc.routing.routing_table import Targets
+    from extproc.routing.routing_table import RuleTargets
     from extproc.scheduling.pool import Pool
 
 _USUAL: Final = SaturationSpec()
@@ -28,7 +28,7 @@ def has_capacity(pool: Pool, now: float) -> bool:
 
 
 def load_fraction(
-    targets: Targets, pools: Mapping[str, Pool], gates: Mapping[str, FlowControlGate], now: float
+    targets: RuleTargets, pools: Mapping[str, Pool], gates: Mapping[str, FlowControlGate], now: float
 ) -> float:
     """From 0 to 1, how full it is where a request goes: at the emptiest tier, or without tiers at the fullest of those
     that may be drawn for it.
@@ -54,4 +54,4 @@ def _load_at(pool: Pool, gate: FlowControlGate | None, now: float) -> float:
 def _headroom_of(pool: Pool, now: float) -> EndpointHeadroom:
     control, stages = pool.spec.flow_control, pool.prefill_decode_rows()
     limits = (_USUAL if control is None else control.saturation).limits()
-    return EndpointHeadroom(pool.table, limits, now, None if stages is None else PrefillDecodeRows(*stages))
+    return EndpointHeadroom(pool.table, limits, now, None if stages is None else PrefillDecodeMasks(*stages))

@@ -15,19 +15,19 @@ from extproc.admission.guards import guards_by_route
 from extproc.admission.identity import CacheIsolation, IdentityResolver
 from extproc.admission.limits import Grant
 from extproc.admission.slo_classes import ObjectiveTable
-from extproc.api.snapshot import kv_event_sources, scrape_interval_factor
+from extproc.api.snapshot import kv_event_source_count, scrape_interval_factor
 from extproc.core.breakers import breakers_for_peers, merge_breakers, reset_breakers
 from extproc.core.capacity import load_fraction
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
-from extproc.core.effects import AnswerReadForCache, AskGuard, BreakerChanged, Broadcast, Effect
+from extproc.core.effects import AskGuard, BreakerChanged, Broadcast, CacheStoreAttempted, Effect
 from extproc.core.fallback import FallbackPlanner
 from extproc.core.fallback_budget import FallbackBudgets
 from extproc.core.flow_control import AdmissionController
 from extproc.core.guards import GuardStopped
-from extproc.core.limit_accounting import NO_OTHERS, LevelExchange, LimitAccounting
-from extproc.core.mirror import Mirrors
-from extproc.core.orphans import OrphanedRequests, process_of_ticket
+from extproc.core.limit_accounting import NO_OTHERS, LimitAccounting, LimitLevelExchange
+from extproc.core.mirror import PercentMirrorSampler
+from extproc.core.orphaned_requests import OrphanedRequests, process_of_ticket
 from extproc.core.outcome_feedback import apply_adapter_change, apply_engine_report
 from extproc.core.peer_events import (
     MOST_SHARED_BYTES,
@@ -36,29 +36,29 @@ from extproc.core.peer_events import (
     AnswerStored,
     AskLimitLevels,
     AskRequestsStarted,
+    BudgetsRecovered,
     EngineReported,
     LimitLevels,
     LimitSpent,
     OutcomeKnown,
-    PeerView,
+    PeerRequests,
     ProcessAlive,
     RequestEnded,
     RequestPrefilled,
     RequestStarted,
-    UsageRowsRead,
 )
 from extproc.core.pipeline import AdmissionPipeline
 from extproc.core.prefill_completion import PrefillCompletion
 from extproc.core.request_builder import RequestBuilder
 from extproc.core.request_record import BUNDLE, AdapterLoadResult, PrefillResult, RequestRecord
+from extproc.core.request_states import RequestEvent, RequestState
 from extproc.core.response_cache import CacheKey
 from extproc.core.running_requests import RunningRequests, endpoint_loads, loads_in_parts
-from extproc.core.states import Event, State
 from extproc.endpoints.breaker import ProbeTurns
 from extproc.prefix.approximate_index import max_blocks_per_endpoint
 from extproc.prefix.kv_events import max_blocks_per_source
 from extproc.routing.routing_table import RoutingTable
-from extproc.scheduling.picker_cache import pickers_for, without_picker_files
+from extproc.scheduling.picker_cache import make_picker_without_files, pickers_for
 from extproc.scheduling.pool import Pool
 
 if TYPE_CHECKING:
@@ -66,22 +66,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from extproc.admission.buckets import BucketLevel
-    from extproc.admission.budget_usage import RemainingBudgets
+    from extproc.admission.budget_recovery import RemainingBudgets
     from extproc.admission.slo_classes import ObjectiveClass
     from extproc.api.payload_log import PayloadLog
     from extproc.api.snapshot import Snapshot
-    from extproc.api.status_pages import Demand, EndpointLoad
+    from extproc.api.status_pages import EndpointLoad, ProcessDemand
     from extproc.core.effects import RequestEffect
     from extproc.core.explanation import Explanation
     from extproc.core.guards import GuardFailed, GuardReply
-    from extproc.core.limit_accounting import RecentGrants
-    from extproc.core.orphans import OrphanedOutcome
+    from extproc.core.limit_accounting import MachineGrantLedger
+    from extproc.core.orphaned_requests import OrphanedOutcome
     from extproc.core.peer_events import EventBatch
     from extproc.core.pipeline import Answer
     from extproc.core.request_record import Arrival, GatewayProperties, Outcome, RequestHead, WorkResult
     from extproc.core.response_cache import AnswerStore, Kind
     from extproc.core.trace import Trace
-    from extproc.scheduling.picker_cache import MadePicker, MakePicker
+    from extproc.scheduling.picker_cache import CachedPicker, MakePicker
 
 
 class Core:
@@ -93,9 +93,9 @@ class Core:
         *,
         rng: random.Random,
         ticket_prefix: str,
-        make_picker: MakePicker = without_picker_files,
+        make_picker: MakePicker = make_picker_without_files,
         machine: str | None = None,
-        recent: RecentGrants = NO_OTHERS,
+        recent: MachineGrantLedger = NO_OTHERS,
         has_readers: Callable[[], bool] = lambda: True,
     ) -> None:
         """``ticket_prefix``: unique to this process, and its name among others. ``make_picker``: by default one that
@@ -104,7 +104,7 @@ class Core:
         """
         self.pools: dict[str, Pool] = {}
         self.admission = AdmissionController(rng=rng)
-        self.peer_view = PeerView()
+        self.peer_view = PeerRequests()
         self._turns = ProbeTurns(ticket_prefix, lambda: self.peer_view.peer_names)
         self.snapshot = snapshot
         # of the configuration in use
@@ -118,7 +118,7 @@ class Core:
         # by the key of their ModelRoute; none without a sink
         self.payload_logs: Mapping[str, PayloadLog] = {}
         self._make_picker = make_picker
-        self._pickers: dict[str, MadePicker] = {}
+        self._pickers: dict[str, CachedPicker] = {}
         self._routing: RoutingTable | None = None
         self._rng = rng
         self._ticket_prefix = ticket_prefix
@@ -126,12 +126,12 @@ class Core:
         self._machine = machine
         limits, peers = self.admission.limits, lambda: self.peer_view.peer_count
         self._accounts = LimitAccounting(limits, machine=machine, peers=peers, recent=recent, has_readers=has_readers)
-        self.levels = LevelExchange(limits, machine=machine, origin=ticket_prefix, recent=recent)
+        self.levels = LimitLevelExchange(limits, machine=machine, origin=ticket_prefix, recent=recent)
         self._records: dict[str, RequestRecord] = {}
         self.meter = DemandMeter(ticket_prefix)
         budgets = FallbackBudgets()
         fallbacks = FallbackPlanner(budgets, rng=rng)
-        self._mirrors = Mirrors(rng=rng)
+        self._mirrors = PercentMirrorSampler(rng=rng)
         self._dispatcher = Dispatcher(
             self._records, self._accounts, self.meter, fallbacks, self._mirrors, rng=rng, has_peers=machine is not None
         )
@@ -151,7 +151,7 @@ class Core:
             self._records,
             self._dispatcher,
             self._running,
-            self._pipeline.way_to_fallback,
+            self._pipeline.prepare_fallback_move,
             has_peers=machine is not None,
         )
         self.apply(snapshot, 0.0)
@@ -168,7 +168,7 @@ class Core:
         pools: dict[str, Pool] = {}
         stretch = scrape_interval_factor(snapshot.servers)
         most_blocks = max_blocks_per_endpoint(sum(len(server.spec.endpoints) for server in snapshot.servers))
-        most_of_source = max_blocks_per_source(kv_event_sources(snapshot.servers))
+        most_of_source = max_blocks_per_source(kv_event_source_count(snapshot.servers))
         for server in snapshot.servers:
             name = server.metadata.key
             picker, known = pickers[name].picker, self.pools.get(name)
@@ -187,7 +187,7 @@ class Core:
         gateway, guards = snapshot.gateway, guards_by_route(snapshot)
         self._caches.apply(snapshot)
         self.asks_who = bool(
-            self._caches.needs_callers
+            self._caches.has_per_caller_answers
             or gateway.authentication is not None
             or gateway.clients == "Trusted"
             or self.admission.gates
@@ -244,7 +244,7 @@ class Core:
             f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival, arrived_at_s=now, wall_s=wall_s
         )
         record.attachment, record.wants_reasons, record.trace = attachment, wants_reasons, trace
-        record.begin_event(Event.ARRIVED)
+        record.begin_event(RequestEvent.ARRIVED)
         out = list[Effect]()
         pool = arrival.pool
         if arrival.destination.rule.tiers is not None or pool.breaker.generation or pool.spec.provider is not None:
@@ -257,7 +257,7 @@ class Core:
         shown_to = self.snapshot.gateway.load_shown_to
         if not shown_to or self.builder.tenant_of(head) not in shown_to:
             return None
-        targets = self.builder.default_targets(head, model)
+        targets = self.builder.unconditional_chat_targets(head, model)
         return None if targets is None else load_fraction(targets, self.pools, self.admission.gates, now)
 
     def resume(self, ticket: str, answer: Answer, now: float) -> tuple[RequestEffect | None, list[Effect]]:
@@ -269,7 +269,7 @@ class Core:
             if isinstance(answer, Grant):
                 self._accounts.settle_grants((answer,), None, now, out)
             return None, out
-        record.begin_event(Event.ANSWERED)
+        record.begin_event(RequestEvent.ANSWERED)
         return self._pipeline.resume(record, answer, now, out), out
 
     def on_wall_clock(self, wall_s: float, now: float) -> None:
@@ -292,47 +292,47 @@ class Core:
         self._pipeline.tick(now, out)
         return out
 
-    def on_result(self, result: WorkResult, now: float) -> list[Effect]:
+    def on_work_result(self, result: WorkResult, now: float) -> list[Effect]:
         """Work for requests that wait has ended, well or not."""
         out = list[Effect]()
         match result:
             case AdapterLoadResult():
                 self._pipeline.adapters.on_adapter_load(result, self.pools.get(result.server), now, out)
             case PrefillResult():
-                self._legs.on_result(result, self.pools, now, out)
-                self._pipeline.release_held(now, out)
+                self._legs.on_prefill_result(result, self.pools, now, out)
+                self._pipeline.wake_if_any_held(now, out)
         return out
 
     def on_disconnect(self, ticket: str, now: float) -> list[Effect]:
         """The client of a request went away before it was answered: no engine gets it."""
         record, out = self._records.get(ticket), list[Effect]()
-        if record is None or not record.begin_event(Event.LEFT):
+        if record is None or not record.begin_event(RequestEvent.LEFT):
             return out
         if record.run is None:
             self._pipeline.on_disconnect(record, now, out)
-        elif record.state is State.PREFILLING:
+        elif record.state is RequestState.PREFILLING:
             self._legs.on_client_left(record, record.run, now, out)
-        elif record.state is State.SETTLED:
+        elif record.state is RequestState.SETTLED:
             self._running.on_stream_closed(record, record.run, now, out)
         else:
             self._running.undo_dispatch(record, record.run, now, out)
         self._legs.on_request_ended(ticket, out)
-        self._pipeline.release_held(now, out)
+        self._pipeline.wake_if_any_held(now, out)
         return out
 
     def on_stream_closed(self, ticket: str, now: float) -> list[Effect]:
         """The stream of a request is closed: its endpoint is free of it."""
         record, out = self._records.get(ticket), list[Effect]()
-        if record is None or not record.begin_event(Event.FINISHED):
+        if record is None or not record.begin_event(RequestEvent.FINISHED):
             return out
         if record.run is None:
             self._pipeline.on_disconnect(record, now, out)
-        elif record.state is State.PREFILLING:
+        elif record.state is RequestState.PREFILLING:
             self._legs.on_client_left(record, record.run, now, out)
         else:
             self._running.on_stream_closed(record, record.run, now, out)
         self._legs.on_request_ended(ticket, out)
-        self._pipeline.release_held(now, out)
+        self._pipeline.wake_if_any_held(now, out)
         return out
 
     def on_outcome(self, outcome: Outcome, now: float) -> list[Effect]:
@@ -344,12 +344,12 @@ class Core:
         self._share_breakers(now, out)
         return out
 
-    def on_answer(self, ticket: str, kind: Kind, body: bytes, now: float) -> list[Effect]:
+    def on_cacheable_answer(self, ticket: str, kind: Kind, body: bytes, now: float) -> list[Effect]:
         """The answer to a request that the response cache had not found has come to its end. Envoy sends it to one of
         several processes, whichever decided the request.
         """
         out = list[Effect]()
-        if process_of_ticket(ticket) == self.name or self._machine is None:
+        if process_of_ticket(ticket) == self.process_name or self._machine is None:
             self._keep_answer(ticket, kind, body, now, out)
         elif len(body) <= MOST_SHARED_BYTES:
             out.append(Broadcast(AnswerArrived(ticket, kind, body)))
@@ -358,15 +358,15 @@ class Core:
     def _keep_answer(self, ticket: str, kind: Kind, body: bytes, now: float, out: list[Effect]) -> None:
         awaited = self._caches.pop_awaited(ticket)
         if awaited is None:
-            out.append(AnswerReadForCache("", "unknown"))
+            out.append(CacheStoreAttempted("", "unknown"))
             return
         pool = self.pools.get(awaited.server)
         if pool is None or pool.revisions != awaited.revisions:
             # an engine of another revision may have given it
-            out.append(AnswerReadForCache(awaited.route, "outdated"))
+            out.append(CacheStoreAttempted(awaited.route, "outdated"))
             return
         is_kept = self._caches.store_own_answer(awaited, kind, body, now)
-        out.append(AnswerReadForCache(awaited.route, "stored" if is_kept else "not_whole"))
+        out.append(CacheStoreAttempted(awaited.route, "stored" if is_kept else "not_whole"))
         if is_kept and self._machine is not None and len(body) <= MOST_SHARED_BYTES:
             key = awaited.key
             out.append(Broadcast(AnswerStored(key.scope, key.text, kind, body, awaited.ttl_s)))
@@ -383,7 +383,7 @@ class Core:
         if pool is not None:
             reset_breakers(pool, address, now, out)
         self._share_breakers(now, out)
-        self._pipeline.release_held(now, out)
+        self._pipeline.wake_if_any_held(now, out)
         return out
 
     def _share_breakers(self, now: float, out: list[Effect]) -> None:
@@ -397,9 +397,9 @@ class Core:
     def has_no_record(self, ticket: str) -> bool:
         """Whether no request of this process has the ticket."""
         record = self._records.get(ticket)
-        return (record is None or not record.is_ours) and process_of_ticket(ticket) != self.name
+        return (record is None or not record.is_ours) and process_of_ticket(ticket) != self.process_name
 
-    def on_orphan(self, orphan: OrphanedOutcome, now: float) -> list[Effect]:
+    def on_orphaned_outcome(self, orphan: OrphanedOutcome, now: float) -> list[Effect]:
         """The outcome of a request came that another process has decided: that one settles it, or it is gone."""
         out = list[Effect]()
         self._orphans.on_outcome(
@@ -410,16 +410,16 @@ class Core:
     def on_usage_rows_read(self, read_s: float) -> list[Effect]:
         """Budgets are lowered to what usage rows leave, which were read until ``read_s``, seconds since 1970."""
         self._orphans.rows_read_s = read_s
-        return [] if self._machine is None else [Broadcast(UsageRowsRead(read_s))]
+        return [] if self._machine is None else [Broadcast(BudgetsRecovered(read_s))]
 
-    def on_metrics(self, event: EngineReported, now: float) -> list[Effect]:
+    def on_engine_report(self, event: EngineReported, now: float) -> list[Effect]:
         """An engine has reported its metrics or its models to this process."""
         out: list[Effect] = [] if self._machine is None else [Broadcast(event)]
         apply_engine_report(self.pools, event, now, out)
-        self._pipeline.release_held(now, out)
+        self._pipeline.wake_if_any_held(now, out)
         return out
 
-    def ingest(self, batch: EventBatch, now: float) -> list[Effect]:
+    def apply_peer_batch(self, batch: EventBatch, now: float) -> list[Effect]:
         """Apply the events of another process."""
         out, origin = list[Effect](), batch.origin
         self.peer_view.record_event(origin, now)
@@ -435,7 +435,7 @@ class Core:
                     apply_engine_report(self.pools, event, now, [])
                 case ProcessAlive() | AskRequestsStarted():
                     self._compare(event, origin, now, out)
-                case AnswerArrived() | AnswerStored() | UsageRowsRead():
+                case AnswerArrived() | AnswerStored() | BudgetsRecovered():
                     self._share(event, now, out)
                 case AdapterChanged():
                     apply_adapter_change(self.pools, event, now)
@@ -444,17 +444,17 @@ class Core:
                     if isinstance(event, AskLimitLevels) and breakers_for_peers(self.pools.values(), now):
                         # it begins to serve when it has the levels
                         out.append(self._alive(now))
-        self._pipeline.release_held(now, out)
+        self._pipeline.wake_if_any_held(now, out)
         return out
 
-    def _share(self, event: AnswerArrived | AnswerStored | UsageRowsRead, now: float, out: list[Effect]) -> None:
+    def _share(self, event: AnswerArrived | AnswerStored | BudgetsRecovered, now: float, out: list[Effect]) -> None:
         match event:
-            case AnswerArrived() if process_of_ticket(event.ticket) == self.name:
+            case AnswerArrived() if process_of_ticket(event.ticket) == self.process_name:
                 self._keep_answer(event.ticket, event.kind, event.body, now, out)
             case AnswerStored():
                 key = CacheKey(event.scope, event.key)
                 self._caches.store_answer(key, event.kind, event.body, now=now, ttl_s=event.ttl_s)
-            case UsageRowsRead():
+            case BudgetsRecovered():
                 self._orphans.rows_read_s = max(self._orphans.rows_read_s, event.read_s)
 
     def _repeat(
@@ -475,11 +475,11 @@ class Core:
         """Make up for ends, starts and changes of breakers that were lost."""
         match event:
             case ProcessAlive():
-                self._running.finish_remote(self.peer_view.remove_lost(origin, event.running), now, out)
+                self._running.finish_remote(self.peer_view.remove_lost_requests(origin, event.running), now, out)
                 merge_breakers(self.pools, event.breakers, now, out)
                 if unknown := self.peer_view.unknown_requests(origin, event.running):
                     out.append(Broadcast(AskRequestsStarted(origin, unknown)))
-            case AskRequestsStarted() if event.process == self.name:
+            case AskRequestsStarted() if event.process == self.process_name:
                 out += map(Broadcast, self._running.started_events(event.tickets))
 
     def heartbeat(self, now: float) -> list[Effect]:
@@ -490,7 +490,7 @@ class Core:
             self._running.finish_remote(tickets, now, out)
             self.admission.limits.on_process_gone(origin, now)
             self._orphans.on_process_lost(origin, now, out)
-        self._pipeline.release_held(now, out)
+        self._pipeline.wake_if_any_held(now, out)
         return out
 
     def explain(
@@ -508,7 +508,7 @@ class Core:
         """
         return self._pipeline.explain(arrival, attachment, tokens, now=now, rng=self._rng, guarded=guarded)
 
-    def guard_request(self, arrival: Arrival) -> AskGuard | None:
+    def guard_ask_for(self, arrival: Arrival) -> AskGuard | None:
         """To explain a request: its guard, which can then be asked."""
         guard = self._pipeline.guard_of(arrival)
         return None if guard is None or guard.service is None else AskGuard(self._ticket_prefix, arrival, guard)
@@ -521,17 +521,17 @@ class Core:
             raise stopped.refusal from None
         return found.arrival, found.text
 
-    def state_of(self, ticket: str) -> State:
+    def state_of(self, ticket: str) -> RequestState:
         """The state of the request with this ticket."""
         record = self._records.get(ticket)
-        return State.ABSENT if record is None else record.state
+        return RequestState.ABSENT if record is None else record.state
 
-    def count_requests(self, *states: State) -> int:
+    def count_requests(self, *states: RequestState) -> int:
         """How many requests are in these states."""
         return sum(1 for one in self._records.values() if one.state in states)
 
     @property
-    def name(self) -> str:
+    def process_name(self) -> str:
         """Of this process; another one after each start."""
         return self._ticket_prefix
 
@@ -556,10 +556,10 @@ class Core:
             "band": bands,
             "class": classes,
             # of response caches
-            "route": {*self._caches.routes},
+            "route": {*self._caches.routes_with_cache},
         }
 
-    def loads(self) -> dict[str, EndpointLoad]:
+    def engine_loads(self) -> dict[str, EndpointLoad]:
         """The load that this process puts on each engine, by address."""
         return endpoint_loads(self._records.values(), self.pools.values())
 
@@ -567,6 +567,6 @@ class Core:
         """The same for ``merge_loads``, a pool at a time."""
         return loads_in_parts(self._records.values(), self.pools.values())
 
-    def demand(self, now: float, *, began_at_s: float = 0.0) -> Demand:
+    def demand(self, now: float, *, began_at_s: float = 0.0) -> ProcessDemand:
         """Demand and load of each ModelServer, for autoscalers. ``began_at_s``: when the process began."""
         return self.meter.page(self.pools, now, began_at_s=began_at_s)

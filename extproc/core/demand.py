@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.status_pages import Demand, EngineDemand, RequestCounters, ServerDemand
-from extproc.core.demand_counters import NEVER, InFlight, ModelMeter, ServerMeter, WaitingRequest, add_model
-from extproc.core.states import State
+from extproc.api.status_pages import EngineDemand, ProcessDemand, RequestCounters, ServerDemand
+from extproc.core.demand_counters import NEVER, InFlightLoad, ModelMeter, ServerMeter, WaitingRequest, add_model_meter
+from extproc.core.request_states import RequestState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Counters of servers that have left the configuration are kept, so that they continue if the server returns: at most so
 # many in all.
 _MOST_SERVERS: Final = 10_000
-_NOTHING: Final = InFlight()
+_NOTHING: Final = InFlightLoad()
 
 
 class DemandMeter:
@@ -74,12 +74,12 @@ class DemandMeter:
             if wait is not None:
                 record.meter.server.begin_wait(record.ticket, wait)
 
-    def begin_wait(self, record: RequestRecord, state: State) -> None:
+    def begin_wait(self, record: RequestRecord, state: RequestState) -> None:
         """The request is held, in ``state`` from now on."""
         meter, pool = record.meter, record.pending_arrival.pool
         if meter is None:
             return
-        server, awaits_engine = meter.server, state is State.AWAITING_ENGINE
+        server, awaits_engine = meter.server, state is RequestState.AWAITING_ENGINE
         is_first = (
             not any(one.state is state for one in server.waiting.values()) if awaits_engine else not server.waiting
         )
@@ -88,31 +88,31 @@ class DemandMeter:
         uncached = _count_work(meter, record)
         server.begin_wait(record.ticket, WaitingRequest(record.arrived_at_s, uncached, state))
 
-    def waiting_in(self, state: State) -> dict[str, int]:
+    def waiting_in(self, state: RequestState) -> dict[str, int]:
         """By ModelServer: how many requests wait in ``state``, where any does."""
         return {name: count for name, one in self._servers.items() if one.waiting and (count := one.waiting_in(state))}
 
-    def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> Demand:
+    def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> ProcessDemand:
         """All of it. ``began_at_s``: when the process began."""
-        return self.page_of(dict(self.servers(pools, now)), now - began_at_s)
+        return self.page_of(dict(self.server_demands(pools, now)), now - began_at_s)
 
-    def page_of(self, servers: dict[str, ServerDemand], age_s: float) -> Demand:
+    def page_of(self, servers: dict[str, ServerDemand], age_s: float) -> ProcessDemand:
         """A page of ``servers``, with the next number. ``age_s``: since the process began."""
         self._sequence += 1
-        return Demand(self._instance, self._sequence, age_s, servers)
+        return ProcessDemand(self._instance, self._sequence, age_s, servers)
 
-    def names(self, pools: Mapping[str, Pool]) -> list[str]:
+    def server_names(self, pools: Mapping[str, Pool]) -> list[str]:
         """Names of the servers on a page: those with a pool, and those that have left and still have requests."""
         return [*pools, *(name for name, one in self._servers.items() if name not in pools and one.is_busy)]
 
-    def servers(self, pools: Mapping[str, Pool], now: float) -> Iterator[tuple[str, ServerDemand]]:
+    def server_demands(self, pools: Mapping[str, Pool], now: float) -> Iterator[tuple[str, ServerDemand]]:
         """All of them."""
-        for name in self.names(pools):
-            found = self.server(pools, name, now)
+        for name in self.server_names(pools):
+            found = self.server_demand(pools, name, now)
             if found is not None:
                 yield name, found
 
-    def server(self, pools: Mapping[str, Pool], name: str, now: float) -> ServerDemand | None:
+    def server_demand(self, pools: Mapping[str, Pool], name: str, now: float) -> ServerDemand | None:
         """One of them; None if it has left by now."""
         pool, server = pools.get(name), self._servers.get(name)
         if pool is not None:
@@ -140,7 +140,7 @@ class DemandMeter:
             # clients may send any name
             model = pool.spec.model or ""
         meter = server.models.get(model)
-        return add_model(server, model, pool.spec.model or "") if meter is None else meter
+        return add_model_meter(server, model, pool.spec.model or "") if meter is None else meter
 
     def _add(self, name: str) -> ServerMeter:
         if len(self._servers) >= _MOST_SERVERS:
@@ -220,7 +220,7 @@ def count_outcome(record: RequestRecord, run: DispatchedRequest, outcome: Outcom
         # of each answer: all are written side by side
         steps = (written or 0) / (run.sent.answers or 1) - 1
         tpot_s = (outcome.duration_s - outcome.ttfb_s) / steps if steps > 0 else None
-        meter.server.count_times(outcome.ttfb_s, tpot_s)
+        meter.server.count_latencies(outcome.ttfb_s, tpot_s)
 
 
 def _count_work(meter: ModelMeter, record: RequestRecord) -> float:
@@ -228,7 +228,7 @@ def _count_work(meter: ModelMeter, record: RequestRecord) -> float:
     arrival, queued = record.pending_arrival, record.queued
     caches = arrival.pool.caches
     if queued is not None:
-        uncached, cached = queued.uncached_tokens, queued.cached_tokens
+        uncached, cached = queued.uncached_tokens, queued.most_cached_tokens
     else:
         uncached, cached = max(len(arrival.request.prompt) / caches.bytes_per_token, 1.0), 0.0
     if not record.is_work_counted:
@@ -244,7 +244,7 @@ def _server_demand(pool: Pool, server: ServerMeter | None, now: float) -> Server
     at_zero = len(server.waiting)
     if pool.readiness.can_serve:
         # of two stages, both are awaited once one of them was
-        at_zero = server.waiting_in(State.AWAITING_ENGINE)
+        at_zero = server.waiting_in(RequestState.AWAITING_ENGINE)
     return _counts(server, engines, now, model=pool.spec.model or "", at_zero=at_zero)
 
 
@@ -309,7 +309,7 @@ def _engines(pool: Pool, server: ServerMeter | None, now: float) -> dict[str, En
     return found
 
 
-def _flight(flight: InFlight) -> EngineDemand:
+def _flight(flight: InFlightLoad) -> EngineDemand:
     return EngineDemand(in_flight=flight.requests, in_flight_tokens=flight.tokens)
 
 

@@ -10,14 +10,14 @@ from typing import Final
 import msgspec
 
 from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, next_notify_count
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 
 NEVER: Final = sys.maxsize
 # Adapters come and go with the configuration: beyond so many, new ones count as their base model.
 _MOST_MODELS: Final = 1_000
 
 
-class InFlight(msgspec.Struct):
+class InFlightLoad(msgspec.Struct):
     """One engine's load by this process. ``tokens``: of prompts and expected answers."""
 
     requests: int = 0
@@ -29,7 +29,7 @@ class WaitingRequest(msgspec.Struct, frozen=True):
 
     since_s: float
     tokens: float
-    state: State
+    state: RequestState
 
 
 class ServerMeter(msgspec.Struct):
@@ -43,7 +43,7 @@ class ServerMeter(msgspec.Struct):
     tpot: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TPOT_BOUNDS_S) + 1))
     waiting: dict[str, WaitingRequest] = {}
     waiting_tokens: float = 0.0
-    in_flight: dict[str, InFlight] = {}
+    in_flight: dict[str, InFlightLoad] = {}
     running: int = 0
     notify_at: int = next_notify_count(0)
 
@@ -57,7 +57,7 @@ class ServerMeter(msgspec.Struct):
         """Whether requests wait here or are at engines."""
         return bool(self.in_flight or self.waiting)
 
-    def waiting_in(self, state: State) -> int:
+    def waiting_in(self, state: RequestState) -> int:
         """Requests that wait in ``state``."""
         return sum(one.state is state for one in self.waiting.values())
 
@@ -81,7 +81,7 @@ class ServerMeter(msgspec.Struct):
         self.running += 1
         flight = self.in_flight.get(address)
         if flight is None:
-            self.in_flight[address] = InFlight(1, tokens)
+            self.in_flight[address] = InFlightLoad(1, tokens)
         else:
             flight.requests += 1
             flight.tokens += tokens
@@ -95,7 +95,7 @@ class ServerMeter(msgspec.Struct):
         if not flight.requests:
             del self.in_flight[address]
 
-    def count_times(self, ttft_s: float, tpot_s: float | None) -> None:
+    def count_latencies(self, ttft_s: float, tpot_s: float | None) -> None:
         """A streamed answer has ended. ``tpot_s``: None if it had a single token, or if its tokens are unknown."""
         # as ``bucket_index``, at the cost of one call less for each request
         self.ttft[bisect_left(TTFT_BOUNDS_S, ttft_s)] += 1
@@ -116,7 +116,7 @@ class ModelMeter(msgspec.Struct):
     prefill_work: float = 0.0
 
 
-def add_model(server: ServerMeter, model: str, base_model: str) -> ModelMeter:
+def add_model_meter(server: ServerMeter, model: str, base_model: str) -> ModelMeter:
     """The meter of a model that the server has none of yet."""
     if len(server.models) >= _MOST_MODELS and base_model in server.models:
         return server.models[base_model]

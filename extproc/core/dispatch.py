@@ -11,9 +11,9 @@ import msgspec
 
 from extproc.admission.fair_queue import weighted_tokens
 from extproc.admission.flows import QueuedRequest
-from extproc.admission.limits import Usage
+from extproc.admission.limits import RequestUsage
 from extproc.admission.slo_classes import ObjectiveTable
-from extproc.api.used_tokens import ExpectedTokens
+from extproc.api.charged_tokens import ExpectedTokens
 from extproc.core.breakers import check_server_breaker
 from extproc.core.demand import count_dispatch, count_refusal
 from extproc.core.effects import (
@@ -23,23 +23,23 @@ from extproc.core.effects import (
     Fault,
     RequestHeld,
     RequestHistory,
-    RequestJudged,
     RequestRefused,
-    run_with_fault,
+    RequestSloJudged,
+    run_or_report_fault,
 )
 from extproc.core.explanation import MOST_EXPLAINED, Explanation, explain_pick
-from extproc.core.outcome_feedback import SWEEP_S, OverdueRequests
+from extproc.core.outcome_feedback import SWEEP_S, SilentEngineSweep
 from extproc.core.peer_events import RequestStarted
-from extproc.core.remote_prefill import ConcurrentPrefill, RemotePrefill, prefill_effect, why_not_disaggregated
-from extproc.core.request_record import NO_RESERVES, DispatchedRequest, LegResult, RequestRecord, SentRequest
+from extproc.core.remote_prefill import ConcurrentPrefill, RemotePrefill, make_prefill_effect, why_not_disaggregated
+from extproc.core.request_record import NO_RESERVES, DispatchedRequest, PrefillLegResult, RequestRecord, SentRequest
+from extproc.core.request_states import WAITING, RequestEvent, RequestState
 from extproc.core.slo_verdicts import judge_client_left, judge_refusal
-from extproc.core.states import WAITING, Event, State
 from extproc.core.usage_log import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.engine_responses import PrefillResponse
 from extproc.errors import EngineStarting, NoEndpoint, Refusal
-from extproc.request.form import read_form, with_fields
 from extproc.request.grpc_call import with_model_name
-from extproc.request.json_rewrite import fields_of, has_plain_names, with_changes
+from extproc.request.json_rewrite import has_plain_names, raw_top_level_fields, with_changes
+from extproc.request.multipart_form import read_form, with_fields
 from extproc.request.parameter_overrides import lowered_token_limits
 from extproc.request.prefill_protocols import BodyChanges
 from extproc.scheduling.cache_estimator import Prompt
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from extproc.api.usage_log import UsageContext
     from extproc.core.demand import DemandMeter
     from extproc.core.limit_accounting import LimitAccounting
-    from extproc.core.request_record import Arrival, FallbackPlan, FallbackReserve, GatewayProperties
+    from extproc.core.request_record import Arrival, FallbackExpectation, FallbackPlan, GatewayProperties
     from extproc.endpoints.table import Bools
     from extproc.request.inference_request import InferenceRequest
     from extproc.scheduling.cache_estimator import PromptExpectation
@@ -68,7 +68,7 @@ _NO_COPY: Final = "the copy of a request could not be drawn"
 _NO_PLAN: Final = "the fallbacks of a request could not be planned"
 
 
-def no_longer_served(server: str) -> NoEndpoint:
+def server_removed_refusal(server: str) -> NoEndpoint:
     """For a request whose server left the configuration before an engine got it."""
     return NoEndpoint(f"The model is not served any more by '{server}'.")
 
@@ -96,7 +96,7 @@ class AttemptPlanner(Protocol):
         ...
 
 
-class MirrorDrawer(Protocol):
+class MirrorSampler(Protocol):
     """Draws copies of requests."""
 
     def draw_copy(
@@ -119,7 +119,7 @@ class Dispatcher:
         accounts: LimitAccounting,
         demand: DemandMeter,
         fallbacks: AttemptPlanner,
-        mirrors: MirrorDrawer,
+        mirrors: MirrorSampler,
         *,
         rng: random.Random,
         has_peers: bool,
@@ -131,7 +131,7 @@ class Dispatcher:
         self.mirrors = mirrors
         self._rng = rng
         self._has_peers = has_peers
-        self._overdue = OverdueRequests(records)
+        self._overdue = SilentEngineSweep(records)
         # one for each record in state PREFILLING
         self.legs: dict[str, tuple[RemotePrefill, PendingDecision]] = {}
         # those that have not ended; None: the decode engine is asked to end the request
@@ -141,7 +141,7 @@ class Dispatcher:
         # those of the configuration
         self.objectives = ObjectiveTable()
 
-    def add_record(self, record: RequestRecord, state: State, now: float) -> None:
+    def add_record(self, record: RequestRecord, state: RequestState, now: float) -> None:
         """Enter the request in the table, in this state."""
         was_waiting = record.state in WAITING
         record.set_state(state, now)
@@ -165,7 +165,7 @@ class Dispatcher:
         self._records.pop(record.ticket, None)
         if record.state in WAITING:
             _end_wait(record)
-        record.set_state(State.ABSENT, now)
+        record.set_state(RequestState.ABSENT, now)
         grants, record.grants = record.grants, ()
         self._accounts.settle_grants(grants, None, now, out)
 
@@ -175,7 +175,7 @@ class Dispatcher:
         found = self.objectives_of(record.pending_arrival)
         if found is not None:
             waited_s, is_streamed = now - record.arrived_at_s, record.pending_arrival.request.is_streamed
-            out.append(RequestJudged(found, judge_client_left(found, waited_s, is_streamed=is_streamed)))
+            out.append(RequestSloJudged(found, judge_client_left(found, waited_s, is_streamed=is_streamed)))
 
     def objectives_of(self, arrival: Arrival) -> ObjectiveClass | None:
         """Of the request's class; None: nothing is promised to it."""
@@ -190,15 +190,15 @@ class Dispatcher:
         objectives = self.objectives_of(arrival)
         if objectives is not None:
             verdicts = judge_refusal(objectives, refusal, is_streamed=arrival.request.is_streamed)
-            out.append(RequestJudged(objectives, verdicts))
+            out.append(RequestSloJudged(objectives, verdicts))
         if self.logs_usage:
-            held_s = now - record.arrived_at_s if record.was_held else 0.0
+            held_s = now - record.arrived_at_s if record.is_stream_waiting else 0.0
             usage = usage_of_refusal(arrival, record.ticket, refusal, held_s=held_s, objectives=objectives)
-        return RequestRefused(record.ticket, refusal, arrival, record.queued, record.was_held, usage)
+        return RequestRefused(record.ticket, refusal, arrival, record.queued, record.is_stream_waiting, usage)
 
     def refuse_held(self, record: RequestRecord, refusal: Refusal, now: float, out: list[Effect]) -> None:
         """Refuse a held request that has waited too long, or gives way to another."""
-        record.begin_event(Event.GIVEN_UP)
+        record.begin_event(RequestEvent.GIVEN_UP)
         out.append(self.refuse(record, refusal, now, out))
 
     def dispatch(
@@ -229,22 +229,22 @@ class Dispatcher:
             out.extend(plugin_faults(pool.name, considered.view.failed))
         base = body_changes(arrival, record.attachment)
         leg = None if considered.pick.prefill_row is None else _leg_of(record, considered, base)
-        prefill = None if leg is None else prefill_effect(leg, record, now)
+        prefill = None if leg is None else make_prefill_effect(leg, record, now)
         is_beside = leg is not None and leg.protocol.is_beside
         body = changed_body(arrival, base) if leg is None else _body_beside(leg)
         plan = None
         if arrival.destination.fallbacks is not None:
             # it can do without
-            plan = run_with_fault(
+            plan = run_or_report_fault(
                 out, _NO_PLAN, partial(self._fallbacks.plan_attempts, record, considered, now, base=base, body=body)
             )
         mirror = ""
         if arrival.destination.rule.mirror is not None:
             draw = partial(self.mirrors.draw_copy, arrival, record.attachment, considered, now)
-            mirror = run_with_fault(out, _NO_COPY, draw) or ""
+            mirror = run_or_report_fault(out, _NO_COPY, draw) or ""
         pending = _pending(record, considered, base, constraints.whole, plan, mirror)
         # from here on the request counts, and nothing may fail
-        self.add_record(record, State.RUNNING if leg is None or is_beside else State.PREFILLING, now)
+        self.add_record(record, RequestState.RUNNING if leg is None or is_beside else RequestState.PREFILLING, now)
         # of the server that serves: the request may have moved since its limits were asked
         estimate = None if record.limited is None else pool.input_estimates.of_tenant(arrival.caller.tenant)
         price = pool.price_at(record.wall_s)
@@ -261,11 +261,11 @@ class Dispatcher:
             SentRequest(
                 chain=found.chain,
                 tail=found.tail,
-                prompt_bytes=len(request.prompt) if request.is_text else 0,
+                prompt_bytes=len(request.prompt) if request.tokens_scale_with_bytes else 0,
                 is_streamed=request.is_streamed,
                 tenant=arrival.tenant,
                 answers=request.answers,
-                expects_usage=request.asks_for_usage or pending.adds_usage,
+                expects_usage=request.reports_usage_unchanged or pending.adds_usage,
                 waited_s=record.held_s,
                 # that of a client is no reason for a fallback
                 checks_refusal=None
@@ -275,7 +275,7 @@ class Dispatcher:
                 next_servers=() if plan is None or plan.attempts is None else tuple(plan.reserves),
             ),
             now,
-            Usage(assignment.input_tokens, output_tokens),
+            RequestUsage(assignment.input_tokens, output_tokens),
             record.limited,
             math.inf if request.max_output_tokens is None else request.answers * request.max_output_tokens,
             request.prompts.count,
@@ -294,11 +294,11 @@ class Dispatcher:
         if leg is None:
             own = self.make_decision(record, run, pending, body=body, is_leased=arrival.destination.is_copy)
         elif is_beside:
-            under_way = LegResult(leg.address, "beside", 0.0)
+            under_way = PrefillLegResult(leg.address, "beside", 0.0)
             own = self.make_decision(record, run, pending, body=body, leg=under_way, is_leased=True)
             self.beside[record.ticket] = ConcurrentPrefill(leg, now)
         else:
-            own = RequestHeld(record.ticket, State.PREFILLING, max(0.0, record.answer_by_s - now))
+            own = RequestHeld(record.ticket, RequestState.PREFILLING, max(0.0, record.answer_by_s - now))
             self.legs[record.ticket] = leg, pending
         self._count(record, run, gate, now, out)
         if prefill is not None:
@@ -329,7 +329,7 @@ class Dispatcher:
         pending: PendingDecision,
         *,
         body: bytes | None,
-        leg: LegResult | None = None,
+        leg: PrefillLegResult | None = None,
         is_leased: bool = False,
         request_id: str = "",
     ) -> Decision:
@@ -337,7 +337,7 @@ class Dispatcher:
         see RequestHistory. ``is_leased``, ``request_id``: see Decision.
         """
         arrival = record.pending_arrival
-        run.expected = expected_of_dispatched(run, arrival.request)
+        run.expected = expected_tokens_of_dispatched(run, arrival.request)
         usage = None
         if self.logs_usage and not arrival.destination.is_copy:
             usage = usage_of_dispatched(record, run, arrival)
@@ -354,7 +354,7 @@ class Dispatcher:
             run.attempts,
             adds_usage=pending.adds_usage,
             checks_refusal=bool(run.sent.checks_refusal),
-            policy=run.pool.spec.traffic_policy.route,
+            policy=run.pool.spec.traffic_policy.route_settings_text,
             usage=usage,
             is_leased=is_leased,
             request_id=request_id,
@@ -367,13 +367,13 @@ class Dispatcher:
 
 
 def _history(
-    record: RequestRecord, arrival: Arrival, pending: PendingDecision, leg: LegResult | None
+    record: RequestRecord, arrival: Arrival, pending: PendingDecision, leg: PrefillLegResult | None
 ) -> RequestHistory:
     return RequestHistory(
         explanation=pending.explanation,
         queued=record.queued,
         waits=record.waits,
-        was_held=record.was_held,
+        was_held=record.is_stream_waiting,
         tier="" if record.placement is None else record.placement.choice.reason,
         fell_back_for=record.fell_back_for,
         leg=leg,
@@ -398,7 +398,7 @@ def _directive_of(arrival: Arrival) -> TranslationDirective | None:
     answer_headers = {}
     if to.is_fallback or to.fallbacks is not None:
         answer_headers[SERVED_BY] = arrival.pool.name
-        how = ("model",) * to.as_fallback.is_degraded + ("max_tokens",) * bool(degraded_token_limits(arrival))
+        how = ("model",) * to.as_fallback.is_degraded + ("max_tokens",) * bool(fallback_token_limits(arrival))
         if how:
             answer_headers[DEGRADED] = ", ".join(how)
     is_strict = arrival.pool.spec.translation == "Strict"
@@ -509,11 +509,11 @@ def usage_of_dispatched(record: RequestRecord, run: DispatchedRequest, arrival: 
         price=run.price,
         objectives=run.objectives,
         reserves=run.reserves,
-        is_short=bool(degraded_token_limits(arrival)),
+        is_short=bool(fallback_token_limits(arrival)),
     )
 
 
-def expected_of_dispatched(run: DispatchedRequest, request: InferenceRequest) -> ExpectedTokens:
+def expected_tokens_of_dispatched(run: DispatchedRequest, request: InferenceRequest) -> ExpectedTokens:
     """What its limits have reserved, or what is expected of it without limits."""
     pool, reserved = run.pool, run.reserved if run.limited is None else run.limited
     row = pool.table.row_of(run.assignment.endpoint.address)
@@ -541,12 +541,12 @@ def count_remote_request(
     assignment, pins = counted
     run = DispatchedRequest(pool, assignment, pins, event.sent, now)
     record = RequestRecord(event.ticket, origin=origin, run=run)
-    record.begin_event(Event.STARTED_ELSEWHERE)
-    record.set_state(State.RUNNING, now)
+    record.begin_event(RequestEvent.STARTED_ELSEWHERE)
+    record.set_state(RequestState.RUNNING, now)
     if gate is not None and event.flow is not None:
         # the flow has had this service, whichever process the request came to
         record.queued = QueuedRequest(event.ticket, event.flow, now, now, priority=event.priority)
-        run.reserved = Usage(assignment.input_tokens, assignment.tokens - assignment.input_tokens)
+        run.reserved = RequestUsage(assignment.input_tokens, assignment.tokens - assignment.input_tokens)
         _charge(run, gate, record.queued, event.service, now)
     return record
 
@@ -575,14 +575,14 @@ def _charge(run: DispatchedRequest, gate: FlowControlGate, queued: QueuedRequest
     gate.on_dispatch(queued, service, now)
 
 
-def asks_for_usage(arrival: Arrival, attachment: GatewayProperties) -> bool:
+def adds_usage_request(arrival: Arrival, attachment: GatewayProperties) -> bool:
     """Whether extproc requests the usage of a streamed answer because its client does not.
 
     A client that declines usage gets none. Only our own bundle removes the chunk from the answer; for other gateways,
     usage is not requested for such a client.
     """
     request = arrival.request
-    if arrival.pool.spec.stream_usage != "Always" or not request.leaves_usage_out:
+    if arrival.pool.spec.stream_usage != "Always" or not request.lacks_stream_usage:
         return False
     hides_usage = arrival.head.is_trusted and attachment.is_bundle
     return hides_usage or not request.declines_usage
@@ -590,7 +590,7 @@ def asks_for_usage(arrival: Arrival, attachment: GatewayProperties) -> bool:
 
 def body_changes(arrival: Arrival, attachment: GatewayProperties) -> BodyChanges:
     """What an engine must read otherwise than the client wrote it: the engines' model name, usage if it is to be asked
-    for (see ``asks_for_usage``), the gateway's cache salt, the limit of a fallback's answers, and none of the fields
+    for (see ``adds_usage_request``), the gateway's cache salt, the limit of a fallback's answers, and none of the fields
     that clients may not set.
     """
     request, changes = arrival.request, dict[str, object]()
@@ -601,14 +601,14 @@ def body_changes(arrival: Arrival, attachment: GatewayProperties) -> BodyChanges
         changes["cache_salt"] = arrival.cache_salt
     if arrival.destination.model != request.model:
         changes["model"] = arrival.destination.model
-    changes.update(degraded_token_limits(arrival))
-    if asks_for_usage(arrival, attachment):
+    changes.update(fallback_token_limits(arrival))
+    if adds_usage_request(arrival, attachment):
         changes["stream_options"] = {**request.stream_options, "include_usage": True}
     allowed = arrival.pool.spec.allowed_fields
     return BodyChanges(changes, tuple([name for name in request.internal_fields if name not in allowed]))
 
 
-def degraded_token_limits(arrival: Arrival) -> dict[str, int]:
+def fallback_token_limits(arrival: Arrival) -> dict[str, int]:
     """The fields that limit the answer to what its fallback gives; none if the client asks for no more."""
     most, request = arrival.destination.as_fallback.max_output_tokens, arrival.request
     if most is None or request.api is None or request.api.spec.body != "json":
@@ -617,7 +617,7 @@ def degraded_token_limits(arrival: Arrival) -> dict[str, int]:
         return {}
     if request.max_output_tokens is not None and request.max_output_tokens <= most:
         return {}
-    return lowered_token_limits(request.api, fields_of(arrival.body, request.contents), most)
+    return lowered_token_limits(request.api, raw_top_level_fields(arrival.body, request.contents), most)
 
 
 def changed_body(arrival: Arrival, changes: BodyChanges) -> bytes | None:
@@ -641,7 +641,7 @@ def changed_body(arrival: Arrival, changes: BodyChanges) -> bytes | None:
     return with_changes(arrival.body, fields, request.contents, without=dropped)
 
 
-def response_model(arrival: Arrival, attachment: GatewayProperties, reserves: Mapping[str, FallbackReserve]) -> str:
+def response_model(arrival: Arrival, attachment: GatewayProperties, reserves: Mapping[str, FallbackExpectation]) -> str:
     """What answers have as the model's name, as JSON text; empty: what engines write.
 
     That is the name that the client asked for, where an engine that may answer has another one. Only our own bundle
@@ -664,7 +664,7 @@ def changed_path(arrival: Arrival) -> str:
     path = arrival.request.path
     if path is None or arrival.candidates is None:
         return ""
-    wanted = path.of(arrival.destination.model)
+    wanted = path.for_model(arrival.destination.model)
     if wanted == arrival.head.path:
         return ""
     _, mark, query = arrival.head.headers.get(":path", "").partition("?")

@@ -10,15 +10,23 @@ import msgspec
 
 from extproc.admission.flows import QueuedRequest
 from extproc.admission.guards import Guard
-from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
+from extproc.admission.limits import NO_USAGE, Charge, Grant, RequestUsage
 from extproc.admission.slo_classes import ObjectiveClass
 from extproc.api.usage_log import UsageContext, UsageLine
 from extproc.core.explanation import Explanation
 from extproc.core.guards import VERDICTS
 from extproc.core.peer_events import PeerEvent
-from extproc.core.request_record import NO_WAITS, AdapterLoadResult, Arrival, Attempts, Forecast, LegResult, Outcome
+from extproc.core.request_record import (
+    NO_WAITS,
+    AdapterLoadResult,
+    Arrival,
+    Attempts,
+    Outcome,
+    PrefillLegResult,
+    SloForecast,
+)
+from extproc.core.request_states import RequestState
 from extproc.core.slo_verdicts import AnswerLatencies, SloVerdict
-from extproc.core.states import State
 from extproc.endpoints.breaker import Breaker
 from extproc.endpoints.health import EngineFailure
 from extproc.errors import Refusal
@@ -39,11 +47,11 @@ class RequestHistory(msgspec.Struct, frozen=True):
 
     explanation: Explanation | None = None
     queued: QueuedRequest | None = None
-    waits: Mapping[State, float] = NO_WAITS
+    waits: Mapping[RequestState, float] = NO_WAITS
     was_held: bool = False
     tier: str = ""
     fell_back_for: str = ""
-    leg: LegResult | None = None
+    leg: PrefillLegResult | None = None
     whole: str = ""
     size_bytes: int = 0
 
@@ -55,7 +63,7 @@ class RequestHistory(msgspec.Struct, frozen=True):
     @property
     def waited_s(self) -> float:
         """All of its waits, until its engines were picked."""
-        return sum(waited_s for state, waited_s in self.waits.items() if state is not State.PREFILLING)
+        return sum(waited_s for state, waited_s in self.waits.items() if state is not RequestState.PREFILLING)
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -64,7 +72,7 @@ class Decision(msgspec.Struct, frozen=True):
     ``body``: what to send instead of the client's body, None to send that. ``attempts``: all that Envoy may make, None
     if its rule has no fallbacks. ``adds_usage``: extproc requested usage that the client did not ask for, so it must be
     removed from the answer. ``checks_refusal``: if the first endpoint refuses it, Envoy tries the next one. ``policy``:
-    the server's time limit and retries, as ``TrafficPolicy.route`` writes them. ``usage``: for the usage log, None
+    the server's time limit and retries, as ``TrafficPolicy.route_settings_text`` writes them. ``usage``: for the usage log, None
     without one. ``is_leased``: what that engine keeps is for the first endpoint alone, so Envoy tries no other.
     ``request_id``: that both engines must have in place of the client's, empty for that. ``path``: in place of the
     client's, empty for that. ``response_model``: in answers, as JSON text; empty: they stay as they come.
@@ -124,7 +132,7 @@ class AskLimits(msgspec.Struct, frozen=True):
     None if there is no store.
     """
 
-    state: ClassVar = State.ASKING_LIMITS
+    state: ClassVar = RequestState.ASKING_LIMITS
     ticket: str
     charges: Sequence[Charge]
 
@@ -132,7 +140,7 @@ class AskLimits(msgspec.Struct, frozen=True):
 class AskGuard(msgspec.Struct, frozen=True):
     """Ask the guard of the request's route, then ``resume`` with a GuardReply or GuardFailed."""
 
-    state: ClassVar = State.ASKING_GUARD
+    state: ClassVar = RequestState.ASKING_GUARD
     ticket: str
     arrival: Arrival
     guard: Guard
@@ -164,7 +172,7 @@ class CacheLookup(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class AnswerReadForCache(msgspec.Struct, frozen=True):
+class CacheStoreAttempted(msgspec.Struct, frozen=True):
     """The answer to a request that the response cache had not found has come. ``route``: empty if unknown.
     ``outdated``: the engines have changed meanwhile.
     """
@@ -176,7 +184,7 @@ class AnswerReadForCache(msgspec.Struct, frozen=True):
 class AskTokens(msgspec.Struct, frozen=True):
     """Ask for the prompt's tokens, then ``resume`` with them, or with None."""
 
-    state: ClassVar = State.ASKING_TOKENS
+    state: ClassVar = RequestState.ASKING_TOKENS
     ticket: str
     arrival: Arrival
 
@@ -187,7 +195,7 @@ class RequestHeld(msgspec.Struct, frozen=True):
     """
 
     ticket: str
-    state: State
+    state: RequestState
     longest_s: float
 
 
@@ -264,7 +272,7 @@ class PrefillEnded(msgspec.Struct, frozen=True):
 
     ticket: str
     server: str
-    leg: LegResult
+    leg: PrefillLegResult
     goes_on: bool
     is_beside: bool = False
 
@@ -295,7 +303,7 @@ class SettleGrant(msgspec.Struct, frozen=True):
     """Settle a grant in the shared store. ``used=None`` refunds all: the request was never dispatched."""
 
     grant: Grant
-    used: Usage | None
+    used: RequestUsage | None
 
 
 class SoftBudgetPassed(msgspec.Struct, frozen=True):
@@ -305,7 +313,7 @@ class SoftBudgetPassed(msgspec.Struct, frozen=True):
     level: float
 
 
-class Overdraft(msgspec.Struct, frozen=True):
+class ChargeSharedStore(msgspec.Struct, frozen=True):
     """The shared store is to be charged ``amount`` that was used without it; negative: a correction of an earlier
     charge.
     """
@@ -320,7 +328,7 @@ class Broadcast(msgspec.Struct, frozen=True):
     event: PeerEvent
 
 
-class RequestSettled(msgspec.Struct, frozen=True):
+class OutcomeJoined(msgspec.Struct, frozen=True):
     """An outcome was joined with the decision that led to it.
 
     ``is_ours``: this process decided the request of ``tenant``. ``used``: its tokens, as limits count them.
@@ -338,7 +346,7 @@ class RequestSettled(msgspec.Struct, frozen=True):
     outcome: Outcome
     is_ours: bool = True
     tenant: str = ""
-    used: Usage = NO_USAGE
+    used: RequestUsage = NO_USAGE
     service: float = 0.0
     priority: int = 0
     currency: str = ""
@@ -346,25 +354,25 @@ class RequestSettled(msgspec.Struct, frozen=True):
     waited_s: float = 0.0
     times: AnswerLatencies | None = None
     objectives: ObjectiveClass | None = None
-    leg: LegResult | None = None
+    leg: PrefillLegResult | None = None
     prefilled_by: str = ""
     is_streamed: bool = False
     fell_back_from: str = ""
 
 
-class RequestJudged(msgspec.Struct, frozen=True):
+class RequestSloJudged(msgspec.Struct, frozen=True):
     """A request of this process is over. ``verdicts``: one for each objective of its class that it is held to."""
 
     objectives: ObjectiveClass
     verdicts: tuple[SloVerdict, ...]
 
 
-class RequestUnmeetable(msgspec.Struct, frozen=True):
+class SloMissPredicted(msgspec.Struct, frozen=True):
     """A request was predicted to miss an objective of its class where it was routed to, so it went elsewhere or was
     refused.
     """
 
-    forecast: Forecast
+    forecast: SloForecast
 
 
 class HealthChanged(msgspec.Struct, frozen=True):
@@ -386,7 +394,7 @@ class BreakerChanged(msgspec.Struct, frozen=True):
     after: Breaker
 
 
-class ModelChecked(msgspec.Struct, frozen=True):
+class EngineModelsListed(msgspec.Struct, frozen=True):
     """An engine has listed its models, of which ``listed`` are no adapters.
 
     It is the first of ``server`` that lacks ``model``; or, where ``model`` is empty, the last that lacked its
@@ -430,7 +438,7 @@ Effect = (
     | AskGuard
     | GuardAnswered
     | CacheLookup
-    | AnswerReadForCache
+    | CacheStoreAttempted
     | AskTokens
     | EngineNeeded
     | EngineStarted
@@ -440,21 +448,21 @@ Effect = (
     | RequestHeld
     | ClientLeft
     | SettleGrant
-    | Overdraft
+    | ChargeSharedStore
     | SoftBudgetPassed
     | Broadcast
-    | RequestSettled
-    | RequestJudged
-    | RequestUnmeetable
+    | OutcomeJoined
+    | RequestSloJudged
+    | SloMissPredicted
     | HealthChanged
     | BreakerChanged
-    | ModelChecked
+    | EngineModelsListed
     | Fault
     | WakeAt
 )
 
 
-def run_with_fault(out: list[Effect], what: str, step: Callable[[], _Result]) -> _Result | None:
+def run_or_report_fault(out: list[Effect], what: str, step: Callable[[], _Result]) -> _Result | None:
     """The result of ``step``; None, with a Fault in ``out``, if it fails, and the request goes on without."""
     try:
         return step()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from extproc.admission.limits import Charge
-    from extproc.core.request_record import Arrival, Forecast, TierPlacement
+    from extproc.core.request_record import Arrival, SloForecast, TierPlacement
     from extproc.core.trace import Trace
     from extproc.scheduling.picker import Reasons
     from extproc.scheduling.pool import Pool, UncommittedPick
@@ -168,7 +168,7 @@ def explain_pick(
     arrival: Arrival,
     trace: Trace | None = None,
     placement: TierPlacement | None = None,
-    forecast: Forecast | None = None,
+    forecast: SloForecast | None = None,
     *,
     guarded: str = "",
     fallbacks: tuple[FallbackState, ...] = (),
@@ -201,7 +201,7 @@ def explain_pick(
         trace_id="" if trace is None else trace.parent.trace_id,
         tiers=tier_states(placement),
         guard=guarded,
-        forecast=None if forecast is None else forecast_state(forecast),
+        forecast=None if forecast is None else describe_forecast(forecast),
         fallbacks=fallbacks,
         split=sticky_split_of(arrival),
         sets=overridden_fields(arrival),
@@ -230,7 +230,7 @@ def sticky_split_of(arrival: Arrival) -> str:
     return f"of the targets of its rule, requests of its {what} go to {chosen}, which cannot have this one now"
 
 
-def forecast_state(forecast: Forecast) -> ForecastState:
+def describe_forecast(forecast: SloForecast) -> ForecastState:
     """In words."""
     objectives = forecast.objectives
     return ForecastState(
@@ -354,7 +354,7 @@ def why_avoided(pool: Pool, row: int, now: float) -> str:
     if not breaker.trips:
         return ""
     reasons = sorted(one.value for one in table.healths[row].reasons) or [NO_ANSWER]
-    pool.refresh(now)
+    pool.update_retry_times(now)
     pause_s = float(table.retry_at_s[row]) - now
     again = f"not tried for {pause_s:.0f} s more" if pause_s > 0 else "tried by the next request that suits it"
     return f"{'; '.join(reasons)}; its breaker is {breaker.state(now).text}, and it is {again}"
@@ -379,7 +379,7 @@ def adapter_location(
     slots, table = pool.slots, pool.table
     if slots is None or adapter is None or adapter not in slots.sources:
         return "", None
-    rows = rows_that_can_load(table, pool.eligible(None, subset), now)
+    rows = rows_that_can_load(table, pool.rows_that_may_serve(None, subset), now)
     holders = [table.addresses[row] for row in rows_of_mask(slots.rows_with(adapter) & rows)]
     if holders:
         return f"'{adapter}' is loaded on {', '.join(holders)}", None

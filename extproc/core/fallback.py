@@ -17,14 +17,14 @@ import msgspec
 from extproc.api.fallback import REFUSALS, attempts_route_name
 from extproc.core import breakers
 from extproc.core.dispatch import (
-    asks_for_usage,
+    adds_usage_request,
     body_changes,
     changed_body,
     constraints_of,
-    degraded_token_limits,
+    fallback_token_limits,
     prompt_of,
 )
-from extproc.core.request_record import Attempts, FallbackPlan, FallbackReserve, FallbackState, SentRequest
+from extproc.core.request_record import Attempts, FallbackExpectation, FallbackPlan, FallbackState, SentRequest
 from extproc.errors import Refusal
 from extproc.request.json_rewrite import spans_of_fields
 from extproc.request.prefill_protocols import truncates_prompt
@@ -136,14 +136,14 @@ class FallbackPlanner:
             body = changed_body(arrival, base)
         own, retries = arrival.pool, arrival.pool.spec.traffic_policy.retry.attempts
         addresses = [own.table.addresses[row] for row in considered.pick.rows[: 1 + retries]]
-        servers, reserves, states = [own.name] * len(addresses), dict[str, FallbackReserve](), list[FallbackState]()
+        servers, reserves, states = [own.name] * len(addresses), dict[str, FallbackExpectation](), list[FallbackState]()
         why = _why_alone(arrival, considered)
         if record.fell_back_for:
             states.append(FallbackState(own.name, addresses[0], _TAKEN[record.fell_back_for]))
         edited = _EditedBody(arrival, arrival.body if body is None else body)
         for one in self._in_order(fallbacks.chain, now):
             found = why or self._reserve(record, one, fallbacks, base, now)
-            if isinstance(found, FallbackReserve) and not edited.may_go_to(found):
+            if isinstance(found, FallbackExpectation) and not edited.may_go_to(found):
                 found = "the model's name has no place in its body"
             if isinstance(found, str):
                 states.append(FallbackState(one.server, "", found))
@@ -193,7 +193,7 @@ class FallbackPlanner:
 
     def _reserve(
         self, record: RequestRecord, to: Destination, fallbacks: Fallbacks, base: BodyChanges, now: float
-    ) -> FallbackReserve | str:
+    ) -> FallbackExpectation | str:
         """What is known of the request at a fallback, or why that is not possible."""
         arrival, attachment = record.pending_arrival, record.attachment
         try:
@@ -236,12 +236,12 @@ class _EditedBody:
 
     def __init__(self, arrival: Arrival, body: bytes) -> None:
         self._own, self._body = arrival, body
-        self._is_short = bool(degraded_token_limits(arrival))
+        self._is_short = bool(fallback_token_limits(arrival))
         self._spans: dict[str, Span] = {}
         self.splice = ""
         self.clamps = {arrival.pool.name: ""} if self._is_short else {}
 
-    def may_go_to(self, there: FallbackReserve) -> bool:
+    def may_go_to(self, there: FallbackExpectation) -> bool:
         """Whether what must differ there has a place in the body."""
         if there.model == self._own.destination.model and not there.limits:
             return True
@@ -252,7 +252,7 @@ class _EditedBody:
         self._spans = self._spans or spans_of_fields(self._body, ("model", *limits))
         return "model" in self._spans
 
-    def going_to(self, server: str, there: FallbackReserve) -> FallbackReserve:
+    def going_to(self, server: str, there: FallbackExpectation) -> FallbackExpectation:
         """``there``, with its answers marked if they are limited."""
         if there.model != self._own.destination.model:
             self.splice = _place(self._spans["model"])
@@ -343,7 +343,7 @@ def _salt_in(body: bytes | None, pools: Iterable[Pool]) -> str:
     return _place((start, end + (body[end : end + 1] == b",")))
 
 
-def _reserve_at(arrival: Arrival, considered: UncommittedPick, record: RequestRecord) -> FallbackReserve:
+def _reserve_at(arrival: Arrival, considered: UncommittedPick, record: RequestRecord) -> FallbackExpectation:
     pool, request, expectation, pick = arrival.pool, arrival.request, considered.expectation, considered.pick
     row = pick.rows[0]
     rows = pick.rows[: 1 + pool.spec.traffic_policy.retry.attempts]
@@ -360,21 +360,21 @@ def _reserve_at(arrival: Arrival, considered: UncommittedPick, record: RequestRe
     sent = SentRequest(
         chain=expectation.chain,
         tail=expectation.tail,
-        prompt_bytes=len(request.prompt) if request.is_text else 0,
+        prompt_bytes=len(request.prompt) if request.tokens_scale_with_bytes else 0,
         is_streamed=request.is_streamed,
         tenant=arrival.tenant,
         answers=request.answers,
-        expects_usage=request.asks_for_usage or asks_for_usage(arrival, record.attachment),
+        expects_usage=request.reports_usage_unchanged or adds_usage_request(arrival, record.attachment),
         waited_s=record.held_s,
         is_fallback=True,
     )
     price = pool.price_at(record.wall_s)
-    return FallbackReserve(
+    return FallbackExpectation(
         pool,
         assignment,
         sent,
         arrival.destination.model,
         price,
         is_degraded=arrival.destination.as_fallback.is_degraded,
-        limits=degraded_token_limits(arrival),
+        limits=fallback_token_limits(arrival),
     )

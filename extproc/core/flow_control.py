@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.budget_usage import RemainingBudgets, UsageQuery, usage_queries
+from extproc.admission.budget_recovery import RemainingBudgets, UsageQuery, usage_queries
 from extproc.admission.budgets import (
     GATEWAY,
     BudgetAccounts,
     BudgetSet,
-    CallerAccounts,
+    CallerCharges,
     CompiledBudget,
     compile_key_budgets,
 )
 from extproc.admission.fair_queue import FlowControlGate
 from extproc.admission.flows import FlowKey, QueuedRequest
 from extproc.admission.identity import Caller, read_name
-from extproc.admission.limits import ClientChosenNames, RouteLimits, Usage, key_charges
+from extproc.admission.limits import ClientChosenNames, RequestUsage, RouteLimits, api_key_charges
 from extproc.admission.local_limits import LocalLimits
-from extproc.admission.saturation import RECHECK_S, PrefillDecodeRows
-from extproc.api.model_server import longest_waits
+from extproc.admission.saturation import RECHECK_S, PrefillDecodeMasks
+from extproc.api.model_server import max_wait_by_field
 from extproc.api.spec import namespace_of
-from extproc.core.dispatch import no_longer_served, prompt_of
-from extproc.core.effects import Effect, RequestHeld, WakeAt, run_with_fault
-from extproc.core.states import Event, State
+from extproc.core.dispatch import prompt_of, server_removed_refusal
+from extproc.core.effects import Effect, RequestHeld, WakeAt, run_or_report_fault
+from extproc.core.request_states import RequestEvent, RequestState
 from extproc.errors import Refusal
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class AdmissionController:
         # of requests whose route has none
         self.gateway_budgets = BudgetSet()
         # by route, tenant, user and API key: what the budgets of the configuration charge
-        self._accounts: dict[tuple[str, str, str, str], CallerAccounts] = {}
+        self._accounts: dict[tuple[str, str, str, str], CallerCharges] = {}
         self._names = ClientChosenNames()
         self._rng = rng
         # by the name of an API key
@@ -128,18 +128,18 @@ class AdmissionController:
         """Whether any limit or budget may apply to requests of the route."""
         return route in self.routes or bool(self.key_limits) or self.budgets_of_route(route).has_any
 
-    def charges(self, arrival: Arrival, usage: Usage, *, now: float, wall_s: float) -> list[Charge]:
+    def charges(self, arrival: Arrival, usage: RequestUsage, *, now: float, wall_s: float) -> list[Charge]:
         """What the request requires of its route's limits and of all budgets that apply to it."""
         route, caller = arrival.destination.route, arrival.caller
         limits, budgets = self.routes.get(route), self.budgets_of_route(route)
         charges = [] if limits is None else limits.charges(caller, arrival.head.headers, usage, now)
         if caller.api_key in self.key_limits:
-            charges += key_charges(self.key_limits[caller.api_key], caller, usage)
+            charges += api_key_charges(self.key_limits[caller.api_key], caller, usage)
         if budgets.has_any:
             charges += self._accounts_of(route, budgets, caller, wall_s).charges(usage, wall_s)
         return charges
 
-    def _accounts_of(self, route: str, budgets: BudgetSet, caller: Caller, wall_s: float) -> CallerAccounts:
+    def _accounts_of(self, route: str, budgets: BudgetSet, caller: Caller, wall_s: float) -> CallerCharges:
         name = route, caller.tenant, caller.user, caller.api_key
         found = self._accounts.get(name)
         if found is None or not found.since_s <= wall_s < found.until_s:
@@ -152,7 +152,7 @@ class AdmissionController:
         """Those that all budgets need."""
         return usage_queries(self._budget_groups(), wall_s, has_keys=bool(self._key_owners))
 
-    def known_budgets(self) -> set[tuple[str, str, str, str]]:
+    def budget_account_identities(self) -> set[tuple[str, str, str, str]]:
         """What the accounts of all budgets depend on: name, whose they are, window and time zone."""
         every = (one for group in self._budget_groups() for one in group)
         return {(one.name, one.budget.per, one.budget.window, one.budget.time_zone) for one in every}
@@ -162,10 +162,10 @@ class AdmissionController:
         return {one.name for group in self._budget_groups() for one in group}
 
     def _budget_groups(self) -> Collection[Sequence[CompiledBudget]]:
-        found = (group for one in (self.gateway_budgets, *self.budgets.values()) for group in one.groups())
+        found = (group for one in (self.gateway_budgets, *self.budgets.values()) for group in one.budget_groups())
         return {id(group): group for group in found}.values()
 
-    def remaining_budgets(self, query: UsageQuery, wall_s: float) -> RemainingBudgets:
+    def empty_remaining_budgets(self, query: UsageQuery, wall_s: float) -> RemainingBudgets:
         """Nothing yet."""
         return RemainingBudgets(query, self.budgets_of_route, self._key_owners.get, wall_s)
 
@@ -180,11 +180,11 @@ class AdmissionController:
 
     def gate_for(self, arrival: Arrival) -> FlowControlGate | None:
         """None if the request passes by the queue: to count tokens takes nothing that generations wait for."""
-        if not arrival.request.waits_in_queue and arrival.pool.readiness.can_serve:
+        if not arrival.request.uses_flow_control and arrival.pool.readiness.can_serve:
             return None
         return self.gates.get(arrival.pool.name)
 
-    def longest_hold(self, record: RequestRecord, now: float) -> RequestHeld:
+    def max_hold(self, record: RequestRecord, now: float) -> RequestHeld:
         """The longest that the request is held from now on, for all that it may have to wait for.
 
         The gateway is sent this time when the request is first held. The request is answered by then (``answer_by_s``),
@@ -194,7 +194,7 @@ class AdmissionController:
         if longest_s == math.inf:
             pool = record.pending_arrival.pool
             gate = self.gates.get(pool.name)
-            waits = longest_waits(pool.spec, None if gate is None else gate.control)
+            waits = max_wait_by_field(pool.spec, None if gate is None else gate.control)
             if record.pending_arrival.adapter is None:
                 waits.pop("adapterLoading", None)
             longest_s = sum(waits.values())
@@ -222,7 +222,7 @@ class AdmissionController:
             ticket=record.ticket,
             flow=self._flow(arrival, gate.control, now),
             arrived_at_s=now,
-            expires_at_s=min(now + gate.longest_wait_s(), record.answer_by_s, record.due_by_s),
+            expires_at_s=min(now + gate.max_queue_wait_s(), record.answer_by_s, record.due_by_s),
             priority=arrival.priority,
             size_bytes=len(arrival.body),
             input_tokens=expectation.input_tokens,
@@ -230,7 +230,7 @@ class AdmissionController:
             output_tokens=pool.expected_output(arrival.request.max_output_tokens, arrival.request.answers),
             deadline_at_s=deadline_at_s,
             session=_session(arrival, gate.control),
-            eligible=partial(pool.eligible, arrival.adapter, record.attachment.subset),
+            eligible=partial(pool.rows_that_may_serve, arrival.adapter, record.attachment.subset),
             holders=_holders(expectation.demand.cached_tokens) if cached else (),
         )
 
@@ -258,9 +258,9 @@ class AdmissionController:
         return self._names.account_name(f"flow/{arrival.pool.name}/{arrival.tenant}", value, now, idle_s=_FLOW_IDLE_S)
 
     def _new_gate(self, pool: Pool, control: FlowControl) -> FlowControlGate:
-        def stages() -> PrefillDecodeRows | None:
+        def stages() -> PrefillDecodeMasks | None:
             found = pool.prefill_decode_rows()
-            return None if found is None else PrefillDecodeRows(*found)
+            return None if found is None else PrefillDecodeMasks(*found)
 
         return FlowControlGate(control, pool.table, stages=stages, rng=self._rng)
 
@@ -283,7 +283,7 @@ def _target_s(arrival: Arrival) -> float:
     return next((one for one in targets if one is not None), math.inf)
 
 
-class QueueWait:
+class QueueWaitStage:
     """Records in state QUEUED: they wait for room at their server's engines. The gates' queues hold their tickets."""
 
     def __init__(
@@ -321,13 +321,13 @@ class QueueWait:
         expectation = pool.estimate_prompt(prompt_of(arrival, record.tokens), now)
         queued = record.queued = self._admission.queue_entry(record, gate, expectation, now)
         # those that have waited for an engine are sent by priority at the next tick, however much room it has
-        with_room = None if record.state is State.AWAITING_ENGINE else gate.rows_without_wait(queued, now)
+        with_room = None if record.state is RequestState.AWAITING_ENGINE else gate.rows_available_now(queued, now)
         if with_room is not None:
             return self._dispatcher.dispatch(record, now, out, gate=gate, with_room=with_room, expectation=expectation)
         self._enqueue(record, queued, gate, now, out)
         out.append(WakeAt(now))
         # its engines or its adapter may leave before it is its turn
-        return self._admission.longest_hold(record, now)
+        return self._admission.max_hold(record, now)
 
     def withdraw(self, record: RequestRecord, now: float) -> None:  # noqa: ARG002 - as other waits
         """The request does not wait here any more."""
@@ -340,12 +340,12 @@ class QueueWait:
     def on_config_change(self, builder: RequestBuilder, now: float, out: list[Effect]) -> None:
         """After a change of configuration: those whose gate is gone wait at the new one, or go, or are refused."""
         before, self._gates = self._gates, self._admission.gates
-        for record in [one for one in self._records.values() if one.state is State.QUEUED]:
+        for record in [one for one in self._records.values() if one.state is RequestState.QUEUED]:
             pool = record.pending_arrival.pool
             gate = self._gates.get(pool.name)
             if builder.pools.get(pool.name) is not pool:
                 self.withdraw(record, now)
-                self._dispatcher.refuse_held(record, no_longer_served(pool.name), now, out)
+                self._dispatcher.refuse_held(record, server_removed_refusal(pool.name), now, out)
             elif gate is None and before.get(pool.name) is not None:
                 self._freed.append(record.ticket)
             elif gate is not None and before.get(pool.name) is not gate:
@@ -365,7 +365,7 @@ class QueueWait:
             # one after the other: each that goes changes who has room. If a policy fails, earlier decisions must still
             # reach their streams
             while released < MOST_AT_ONCE and (
-                found := run_with_fault(faults, _QUEUE_FAILED, partial(gate.pop_next, now))
+                found := run_or_report_fault(faults, _QUEUE_FAILED, partial(gate.pop_next, now))
             ):
                 self._release(found[0].ticket, found[1], now, out)
                 released += 1
@@ -387,7 +387,7 @@ class QueueWait:
         if before is not None:
             entry = msgspec.structs.replace(entry, arrived_at_s=before.arrived_at_s)
         try:
-            with_room = gate.rows_without_wait(entry, now)
+            with_room = gate.rows_available_now(entry, now)
         except Refusal:
             return None
         return None if with_room is None else (entry, with_room)
@@ -398,10 +398,10 @@ class QueueWait:
         """Raises QueueFull. Those that must give way to the request are refused; it has a place already if it waits
         for an engine, and then none must.
         """
-        for one in gate.enqueue(queued, may_evict=record.state is not State.AWAITING_ENGINE):
+        for one in gate.enqueue(queued, may_evict=record.state is not RequestState.AWAITING_ENGINE):
             self._dispatcher.refuse_held(self._records[one.ticket], gate.eviction_refusal(now), now, out)
-        if record.state is not State.QUEUED:
-            self._dispatcher.add_record(record, State.QUEUED, now)
+        if record.state is not RequestState.QUEUED:
+            self._dispatcher.add_record(record, RequestState.QUEUED, now)
 
     def _move_to(self, gate: FlowControlGate, record: RequestRecord, now: float, out: list[Effect]) -> None:
         if record.ticket in self._freed:
@@ -414,5 +414,5 @@ class QueueWait:
 
     def _release(self, ticket: str, with_room: Bools | None, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]
-        record.begin_event(Event.GRANTED)
+        record.begin_event(RequestEvent.GRANTED)
         self._proceed(record, with_room, now, out)

@@ -120,7 +120,7 @@ def guard_event(arrival: Arrival, ticket: str, source: str) -> CloudEvent:
     }
     if not _is_json(arrival):
         return CloudEvent({**attributes, "omitted": "not-json"}, None)
-    if not request.is_readable:
+    if not request.has_text_prompt:
         attributes["unreadable"] = "tokens"
     body = arrival.body
     if not has_plain_names(body, request.contents):
@@ -181,7 +181,7 @@ def _changed(guard: Guard, arrival: Arrival, answer: _Answer, builder: RequestBu
     if not _is_json(arrival):
         raise _Invalid("it changes a request that is no JSON")
     body = whole or with_changes(arrival.body, dict(answer.fields or {}))
-    if len(body) > guard.max_body_bytes(len(arrival.body)):
+    if len(body) > guard.max_changed_body_bytes(len(arrival.body)):
         raise _Invalid(f"it changes a body to one of {len(body)} bytes")
     try:
         return builder.with_body(arrival, body)

@@ -21,13 +21,13 @@ from extproc.admission.buckets import BucketLevel, Limit, Reservation, TablesByW
 from extproc.admission.budgets import ALONE
 from extproc.admission.limits import Grant
 from extproc.admission.local_limits import MOST_LEVELS
-from extproc.core.effects import Broadcast, Effect, Overdraft, SettleGrant, SoftBudgetPassed
+from extproc.core.effects import Broadcast, ChargeSharedStore, Effect, SettleGrant, SoftBudgetPassed
 from extproc.core.peer_events import AskLimitLevels, LimitLevels, LimitSpent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from extproc.admission.limits import Charge, Usage
+    from extproc.admission.limits import Charge, RequestUsage
     from extproc.admission.local_limits import LocalLimits
     from extproc.core.request_record import RequestRecord
 
@@ -37,7 +37,7 @@ _MOST_QUESTIONS: Final = 20
 _UNRESERVED: Final = Reservation(0.0, 1.0, 0)
 
 
-class RecentGrants(AbstractContextManager[None], Protocol):
+class MachineGrantLedger(AbstractContextManager[None], Protocol):
     """Grants of the processes of this machine that this one may not have been told of. Within it is this process's turn
     to grant: one process at a time decides.
     """
@@ -85,7 +85,7 @@ class LimitAccounting:
         *,
         machine: str | None,
         peers: Callable[[], int] = lambda: 0,
-        recent: RecentGrants = NO_OTHERS,
+        recent: MachineGrantLedger = NO_OTHERS,
         has_readers: Callable[[], bool] = lambda: True,
     ) -> None:
         self._limits = limits
@@ -131,7 +131,7 @@ class LimitAccounting:
         known = zip(parts, most_left, strict=True)
         self._limits.cap_levels([BucketLevel(one.key, one.limit, level * part) for one, level in known], now)
         grant = msgspec.structs.replace(self._limits.reserve(parts, now), owed=charges)
-        out.extend(Overdraft(charge, charge.amount) for charge in charges)
+        out.extend(ChargeSharedStore(charge, charge.amount) for charge in charges)
         return grant
 
     def report_soft_budgets(self, grants: Sequence[Grant], out: list[Effect]) -> None:
@@ -150,7 +150,7 @@ class LimitAccounting:
         """Forget windows of budgets that have ended."""
         self._passed.drop_ended(wall_s)
 
-    def settle_grants(self, grants: Sequence[Grant], used: Usage | None, now: float, out: list[Effect]) -> None:
+    def settle_grants(self, grants: Sequence[Grant], used: RequestUsage | None, now: float, out: list[Effect]) -> None:
         """Correct each grant to the actual usage. ``used=None`` refunds all: the request was never dispatched."""
         for grant in grants:
             if grant.is_global:
@@ -158,24 +158,24 @@ class LimitAccounting:
                 continue
             self._limits.settle(grant, used, now)
             if grant.owed:
-                out.extend(Overdraft(charge, _used(used, charge) - charge.amount) for charge in grant.owed)
+                out.extend(ChargeSharedStore(charge, _used(used, charge) - charge.amount) for charge in grant.owed)
                 continue
             if self._is_shared:
                 for charge in grant.charges:
                     self._broadcast_spent(charge, _used(used, charge) - charge.amount, out, reserved=-charge.amount)
 
-    def charge(self, charges: Sequence[Charge], used: Usage, now: float, out: list[Effect]) -> None:
+    def charge_unreserved(self, charges: Sequence[Charge], used: RequestUsage, now: float, out: list[Effect]) -> None:
         """Charge what was used without a reservation, or with one that was given back."""
         shared = [msgspec.structs.replace(one, amount=0.0) for one in charges if one.is_global]
         if shared:
             out.append(SettleGrant(Grant(shared, [_UNRESERVED] * len(shared), [], is_global=True), used))
         for one in charges:
             if not one.is_global:
-                self._limits.spend(one.key, one.limit, used.amount_of(one.resource), now)
+                self._limits.spend_unreserved(one.key, one.limit, used.amount_of(one.resource), now)
                 self._broadcast_spent(one, used.amount_of(one.resource), out)
 
     def settle_request(
-        self, record: RequestRecord, used: Usage | None, service: float, now: float, out: list[Effect]
+        self, record: RequestRecord, used: RequestUsage | None, service: float, now: float, out: list[Effect]
     ) -> None:
         """Correct the accounts of a request's flow and of its limits; ``used`` None: no engine got it."""
         run, queued = record.run, record.queued
@@ -196,7 +196,7 @@ class LimitAccounting:
             out.append(Broadcast(LimitSpent(self._machine, charge.key, charge.limit, amount, reserved, number)))
 
 
-def _used(used: Usage | None, charge: Charge) -> float:
+def _used(used: RequestUsage | None, charge: Charge) -> float:
     return 0.0 if used is None else used.amount_of(charge.resource)
 
 
@@ -206,13 +206,13 @@ def _part_of(charge: Charge, part: float) -> Charge:
     return msgspec.structs.replace(charge, key=f"{ALONE}{charge.key}", limit=limit, is_global=False, enough=enough)
 
 
-class LevelExchange:
+class LimitLevelExchange:
     """Publishes and receives levels for one process. ``origin``: its name among the others. ``machine``: None if it is
     alone. ``recent``: as of its Accounts.
     """
 
     def __init__(
-        self, limits: LocalLimits, *, machine: str | None, origin: str, recent: RecentGrants = NO_OTHERS
+        self, limits: LocalLimits, *, machine: str | None, origin: str, recent: MachineGrantLedger = NO_OTHERS
     ) -> None:
         self._limits = limits
         self._recent = recent

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from extproc.wire_protocol import Api
 
 
-class Mirrors:
+class PercentMirrorSampler:
     """Draws copies."""
 
     def __init__(self, *, rng: random.Random) -> None:

@@ -13,8 +13,8 @@ import msgspec
 
 from extproc.admission.token_estimates import ASSUMED_BYTES_PER_TOKEN
 from extproc.core.breakers import change_breaker
-from extproc.core.effects import HealthChanged, ModelChecked
-from extproc.core.states import State
+from extproc.core.effects import EngineModelsListed, HealthChanged
+from extproc.core.request_states import RequestState
 from extproc.endpoints.breaker import UNKNOWN_PASS
 from extproc.endpoints.breaker_ranks import breaker_key, set_breaker
 from extproc.endpoints.engine_reports import apply_report, record_latency
@@ -131,7 +131,7 @@ def _pause(pool: Pool, address: str, pause_s: float | None, now: float) -> None:
     if asking is None:
         return
     for row in [asking] if pool.spec.provider is None else list(table.active_rows):
-        set_breaker(table, row, table.breakers[row].held_off(max(_LOAD_PAUSE_S, pause_s or 0.0), now))
+        set_breaker(table, row, table.breakers[row].after_pause_request(max(_LOAD_PAUSE_S, pause_s or 0.0), now))
 
 
 def _release(run: DispatchedRequest) -> None:
@@ -140,7 +140,7 @@ def _release(run: DispatchedRequest) -> None:
     if first.passed.ticket and table.is_current(first):
         breaker = table.breakers[first.row]
         if breaker.is_current(first.passed, run.sent_at_s):
-            set_breaker(table, first.row, breaker.released(first.passed.ticket))
+            set_breaker(table, first.row, breaker.without_probe_lease(first.passed.ticket))
 
 
 def release_untried_probes(run: DispatchedRequest) -> None:
@@ -148,7 +148,7 @@ def release_untried_probes(run: DispatchedRequest) -> None:
     _release(run)
     breaker, passed = run.pool.breaker, run.assignment.passed
     if passed.ticket and breaker.is_current(passed, run.sent_at_s):
-        run.pool.breaker = breaker.released(passed.ticket)
+        run.pool.breaker = breaker.without_probe_lease(passed.ticket)
 
 
 def _count_at_server(
@@ -166,14 +166,14 @@ def _count_at_server(
     rejects = outcome.status == _INTERNAL and pool.spec.protocol != "OpenAI"
     has_failed = not (_is_load(outcome) or rejects) and failure in {EngineFailure.ERROR, EngineFailure.SILENT}
     has_failed = has_failed or (is_passed_over and bool(passed.ticket))
-    after = breaker.released(passed.ticket)
-    if has_failed and health.accept_failure(run.sent.tenant):
+    after = breaker.without_probe_lease(passed.ticket)
+    if has_failed and health.should_count_failure(run.sent.tenant):
         health.count_answer(run.sent.tenant, has_failed=True)
         if breaker.trips or mostly_fails(health):
-            after = breaker.failed(passed.ticket, pool.name, now, needed=_NEEDED)
+            after = breaker.after_failure(passed.ticket, pool.name, now, needed=_NEEDED)
     elif not has_failed and not is_passed_over and 200 <= outcome.status < 300 and not _is_inconclusive(outcome):
         health.count_answer(run.sent.tenant, has_failed=False)
-        after = breaker.succeeded(passed.ticket, now)
+        after = breaker.after_success(passed.ticket, now)
     if after.generation == breaker.generation:
         pool.breaker = after
     else:
@@ -194,7 +194,7 @@ def _check_refusal(run: DispatchedRequest, outcome: Outcome, now: float, out: li
             table.healths[first.row].checks_refusals_until_s = 0.0
             _release(run)
         elif outcome.status:
-            table.healths[first.row].check_refusals(now)
+            table.healths[first.row].start_refusal_check(now)
             _count(run, first.row, first.passed, EngineFailure.REFUSED, now, out, is_evidence=True)
     if served_row is not None and not is_the_request and not _is_inconclusive(outcome):
         _count(run, served_row, UNKNOWN_PASS, _failure_of(run, outcome, served_row), now, out)
@@ -273,7 +273,7 @@ def _count_passed_over(run: DispatchedRequest, outcome: Outcome, address: str, n
         health, is_error = table.healths[row], address in outcome.errors
         failure = EngineFailure.ERROR if is_error else EngineFailure.PASSED_OVER
         if is_error or health.served_at_s > run.sent_at_s:
-            _count(run, row, passed, failure, now, out, is_evidence=health.accept_failure(run.sent.tenant))
+            _count(run, row, passed, failure, now, out, is_evidence=health.should_count_failure(run.sent.tenant))
         else:
             _count(run, row, passed, failure, now, out, is_unavailable=True)
 
@@ -337,7 +337,7 @@ def _count(
         return
     if failure is None:
         record_good_answer(pool.table, row, now=now, tenant=run.sent.tenant)
-        _set_breaker(pool, row, breaker.succeeded(passed.ticket, now), out)
+        _set_breaker(pool, row, breaker.after_success(passed.ticket, now), out)
         return
     if is_evidence is None:
         is_evidence = failure is not EngineFailure.REFUSED or _is_evidence(run, health, now)
@@ -346,12 +346,12 @@ def _count(
     if is_unavailable or (health.is_suspect and is_evidence):
         key, needed = breaker_key(pool.name, pool.table.addresses[row]), _NEEDED if health.is_suspect else 1
         is_costly = failure is EngineFailure.SILENT
-        after = breaker.failed(passed.ticket, key, now, needed=needed, is_costly=is_costly)
+        after = breaker.after_failure(passed.ticket, key, now, needed=needed, is_costly=is_costly)
     elif failure in {EngineFailure.PASSED_OVER, EngineFailure.SILENT} or health.is_suspect:
-        after = breaker.released(passed.ticket)
+        after = breaker.without_probe_lease(passed.ticket)
     else:
         # it refuses or fails this request, but it is reachable
-        after = breaker.succeeded(passed.ticket, now)
+        after = breaker.after_success(passed.ticket, now)
     _set_breaker(pool, row, after, out)
 
 
@@ -366,10 +366,10 @@ def _set_breaker(pool: Pool, row: int, after: Breaker, out: list[Effect]) -> Non
 def _is_evidence(run: DispatchedRequest, health: EndpointHealth, now: float) -> bool:
     """Whether a refusal counts against its endpoint."""
     if run.sent.checks_refusal is not None:
-        health.check_refusals(now)
+        health.start_refusal_check(now)
         if not run.sent.checks_refusal:
             return False
-    return health.accept_refusal(run.sent.tenant, hash((*run.sent.chain[-1:], run.sent.tail)))
+    return health.should_count_refusal(run.sent.tenant, hash((*run.sent.chain[-1:], run.sent.tail)))
 
 
 def _learn_duration(run: DispatchedRequest, now: float) -> None:
@@ -384,7 +384,7 @@ def _patience_s(run: DispatchedRequest) -> float:
     return _SILENCE_S + _SILENCE_ANSWERS * run.pool.typical_duration_s + _BACKLOG_MARGIN * backlog_s
 
 
-class OverdueRequests:
+class SilentEngineSweep:
     """Counts a request as a failure if its engine has answered neither it nor any other since it was sent.
 
     A running request has no outcome before it ends, and a long answer is no failure. But an engine that has requests
@@ -402,7 +402,7 @@ class OverdueRequests:
         if not _has_silent_engine(pool, now):
             return
         for record in self._records.values():
-            if record.run is not None and record.run.pool is pool and record.state is State.RUNNING:
+            if record.run is not None and record.run.pool is pool and record.state is RequestState.RUNNING:
                 _count_if_overdue(record.run, now, out)
 
 
@@ -430,14 +430,14 @@ def apply_engine_report(pools: Mapping[str, Pool], event: EngineReported, now: f
     if pool is None or row is None:
         return
     if event.models is not None:
-        models = event.models if pool.slots is None else pool.slots.apply_recent_changes(row, event.models, now)
+        models = event.models if pool.slots is None else pool.slots.with_recent_changes(row, event.models, now)
         loras, base = pool.table.loras[row], event.base_models
         pool.table.set_loras(
             row, msgspec.structs.replace(loras, served=models, base=base, context_tokens=event.context_tokens)
         )
         pool.table.healths[row].listed_at_s = now
         if update_missing_model(pool, row):
-            out.append(ModelChecked(pool.name, event.address, pool.table.healths[row].lacks_model, base))
+            out.append(EngineModelsListed(pool.name, event.address, pool.table.healths[row].lacks_model, base))
         return
     apply_report(pool.table, row, event.state, now)
     if event.has_restarted:
@@ -557,7 +557,7 @@ def _learn_bytes_per_token(run: DispatchedRequest, outcome: Outcome, *, has_limi
         weight = max(_WEIGHT, 1 / (1.25 + caches.ratio_samples))
         caches.ratio_samples += 1
         caches.bytes_per_token *= (ratio / caches.bytes_per_token) ** weight
-        caches.fit_blocks()
+        caches.fit_block_size()
 
 
 def _learn_service_time(run: DispatchedRequest, outcome: Outcome, now: float) -> None:
@@ -635,9 +635,9 @@ def _learn_prefix(run: DispatchedRequest, outcome: Outcome) -> None:
     index, reported = pool.caches.index, outcome.cached_tokens or 0
     missing = assignment.indexed_tokens - reported
     if missing <= max(_TOLERATED_TOKENS, _TOLERATED_SHARE * assignment.indexed_tokens):
-        index.confirm(endpoint.row)
+        index.on_confirmed_prediction(endpoint.row)
         expected = assignment.cached_tokens - assignment.indexed_tokens
         if not assignment.is_precise and expected >= _TOLERATED_TOKENS:
             index.turns.learn(expected=expected, found=reported - assignment.indexed_tokens)
     elif run.sent_at_s - assignment.last_used_at_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
-        index.correct(endpoint.row, assignment.last_used_at_s)
+        index.on_missed_prediction(endpoint.row, assignment.last_used_at_s)

@@ -53,7 +53,7 @@ class ByteCapacity:
     def __init__(self, most: int = MOST_BYTES) -> None:
         self._left = most
 
-    def reserve(self, size: int) -> bool:
+    def try_reserve(self, size: int) -> bool:
         """Whether there was capacity for them."""
         if size > self._left:
             return False
@@ -83,7 +83,7 @@ class CapturedBody:
             return
         if self.size > self._most:
             self.discard("too-long")
-        elif not self._capacity.reserve(len(piece)):
+        elif not self._capacity.try_reserve(len(piece)):
             self.discard("no-capacity")
         else:
             self._pieces.append(piece)

@@ -16,7 +16,7 @@ import msgspec
 
 from extproc.admission.buckets import BucketLevel, Limit
 from extproc.admission.flows import FlowKey
-from extproc.api.errors import one_line
+from extproc.api.config_errors import one_line
 from extproc.core.request_record import Outcome, SentRequest
 from extproc.endpoints.adapter_slots import Change
 from extproc.endpoints.breaker import Breaker
@@ -97,7 +97,7 @@ class EngineReported(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     context_tokens: int = 0
 
 
-class KnownBreaker(msgspec.Struct, frozen=True, array_like=True):
+class BreakerSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """A breaker that has ever changed, with instants relative to the sender's now. ``address``: of the endpoint; empty:
     it is that of the ModelServer.
     """
@@ -115,7 +115,7 @@ class ProcessAlive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """
 
     running: list[str]
-    breakers: list[KnownBreaker] = []
+    breakers: list[BreakerSnapshot] = []
 
 
 class AskRequestsStarted(msgspec.Struct, frozen=True, array_like=True, tag="k"):
@@ -164,7 +164,7 @@ class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     change: Change
 
 
-class UsageRowsRead(msgspec.Struct, frozen=True, array_like=True, tag="w"):
+class BudgetsRecovered(msgspec.Struct, frozen=True, array_like=True, tag="w"):
     """A process has lowered its budgets, and those in Redis, to what usage rows leave. ``read_s``: when, seconds since
     1970.
     """
@@ -204,7 +204,7 @@ PeerEvent = (
     | AskLimitLevels
     | LimitLevels
     | AdapterChanged
-    | UsageRowsRead
+    | BudgetsRecovered
     | AnswerArrived
     | AnswerStored
 )
@@ -238,7 +238,7 @@ def decode_events(payload: bytes) -> EventBatch:
         raise UnreadableBatch(one_line(str(error))) from None
 
 
-class PeerView:
+class PeerRequests:
     """Records which process runs which requests; the core ends them. Bounded by the requests of the others."""
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class PeerView:
         """The request has ended; returns whether it was counted here."""
         return self._requests[origin].pop(ticket, False)
 
-    def remove_lost(self, origin: str, running: Collection[str]) -> list[str]:
+    def remove_lost_requests(self, origin: str, running: Collection[str]) -> list[str]:
         """Remove its requests that are not in ``running``, the list that it sent: their ends were lost. Returns those
         that were counted here.
         """

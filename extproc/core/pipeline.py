@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from extproc.admission.limits import NO_USAGE, Grant, StoreUnavailable, Usage
-from extproc.admission.refusals import limits_unavailable
+from extproc.admission.limits import NO_USAGE, Grant, RequestUsage, StoreUnavailable
+from extproc.admission.refusals import limits_unavailable_refusal
 from extproc.admission.saturation import RECHECK_S
 from extproc.admission.token_estimates import ASSUMED_BYTES_PER_TOKEN
-from extproc.core.activation import EngineWait
-from extproc.core.adapter_load import AdapterWait
+from extproc.core.activation import EngineWaitStage
+from extproc.core.adapter_load import AdapterWaitStage
 from extproc.core.breakers import check_server_breaker, draw_pass, may_probe
 from extproc.core.capacity import has_capacity
-from extproc.core.dispatch import constraints_of, no_longer_served, prompt_of
+from extproc.core.dispatch import constraints_of, prompt_of, server_removed_refusal
 from extproc.core.effects import (
     AskGuard,
     AskLimits,
@@ -33,9 +33,9 @@ from extproc.core.effects import (
     RequestEffect,
     RequestHeld,
     RequestRefused,
-    RequestUnmeetable,
+    SloMissPredicted,
     WakeAt,
-    run_with_fault,
+    run_or_report_fault,
 )
 from extproc.core.explanation import (
     BudgetState,
@@ -43,21 +43,21 @@ from extproc.core.explanation import (
     adapter_location,
     avoided_endpoints,
     budget_states,
+    describe_forecast,
     explain_pick,
-    forecast_state,
     overridden_fields,
     silent_endpoints,
     sticky_split_of,
     tier_states,
 )
 from extproc.core.fallback import AT_ONCE
-from extproc.core.flow_control import MOST_AT_ONCE, QueueWait
+from extproc.core.flow_control import MOST_AT_ONCE, QueueWaitStage
 from extproc.core.guards import GuardFailed, GuardPassed, GuardReply, GuardStopped, apply_guard_reply
-from extproc.core.request_builder import api_not_served
+from extproc.core.request_builder import api_not_served_refusal
 from extproc.core.request_record import RequestRecord
+from extproc.core.request_states import ASKING, WAITING, IllegalEvent, RequestEvent, RequestState
 from extproc.core.response_cache import ResponseCaches
-from extproc.core.slo_forecasts import Forecaster, ForecastResult
-from extproc.core.states import ASKING, WAITING, Event, IllegalEvent, State
+from extproc.core.slo_admission import SloForecaster, SloRoutingDecision
 from extproc.core.tier_selector import TierSelector
 from extproc.errors import InternalError, QueueFull, Refusal, StoredAnswer, UnknownModel
 from extproc.scheduling.model_check import why_model_is_refused
@@ -86,7 +86,7 @@ _FALLBACK_FAILED: Final = "a fallback could not be considered"
 _NOT_CONFIGURED: Final = GuardFailed("unknown", "the GatewayConfig has no guard of this name; add it")
 
 
-class RequestWait(Protocol):
+class WaitStage(Protocol):
     """One thing that a request may have to wait for before its dispatch. Effects about other requests go to ``out``."""
 
     @property
@@ -126,7 +126,7 @@ class _Reminders:
     def __init__(
         self,
         records: Mapping[str, RequestRecord],
-        states: Collection[State],
+        states: Collection[RequestState],
         leaves: Callable[[RequestRecord, float, list[Effect]], bool],
         failed: str,
     ) -> None:
@@ -153,7 +153,7 @@ class _Reminders:
             if record is None or record.state not in self._states:
                 continue
             asked += 1
-            if not run_with_fault(out, self._failed, partial(self._leaves, record, now, out)):
+            if not run_or_report_fault(out, self._failed, partial(self._leaves, record, now, out)):
                 # however many wait, a second has as many questions as one tick
                 heapq.heappush(due, (now + RECHECK_S * max(1.0, len(due) / MOST_AT_ONCE), ticket))
         if due:
@@ -196,18 +196,18 @@ class AdmissionPipeline:
         # by the key of the ModelRoute
         self._guards: Mapping[str, Guard] = {}
         self._tiers = TierSelector(lambda: admission.gates, rng=rng)
-        self._forecaster = Forecaster(self._tiers)
+        self._forecaster = SloForecaster(self._tiers)
         self._fallbacks = fallbacks
         self._late_fallbacks = _Reminders(records, WAITING, self._fall_back_after_wait, _FALLBACK_FAILED)
-        self._spills = _Reminders(records, {State.QUEUED}, self._spill, _TIERS_FAILED)
-        self._queue = QueueWait(records, admission, dispatcher, self._turn_came)
-        self.adapters = AdapterWait(records, admission, dispatcher, self._wait_ended, has_peers=has_peers)
-        self.engines = EngineWait(records, admission, dispatcher, self._engine_ready, self._withdraw)
+        self._spills = _Reminders(records, {RequestState.QUEUED}, self._spill, _TIERS_FAILED)
+        self._queue = QueueWaitStage(records, admission, dispatcher, self._turn_came)
+        self.adapters = AdapterWaitStage(records, admission, dispatcher, self._wait_ended, has_peers=has_peers)
+        self.engines = EngineWaitStage(records, admission, dispatcher, self._engine_ready, self._withdraw)
         # in the order in which a request meets them
-        self._waits: tuple[RequestWait, ...] = (self.engines, self.adapters, self._queue)
+        self._waits: tuple[WaitStage, ...] = (self.engines, self.adapters, self._queue)
         self._behind_engines = self._waits[1:]
         # by ModelServer: those at which its requests may be held
-        self._waits_at: Mapping[str, tuple[RequestWait, ...]] = {}
+        self._waits_at: Mapping[str, tuple[WaitStage, ...]] = {}
         # by the key of the ModelRoute, where they are not the usual ones
         self._steps: Mapping[str, _RouteSteps] = {}
         self._usual_steps = _RouteSteps()
@@ -218,7 +218,7 @@ class AdmissionPipeline:
         """
         self._builder, self._guards = builder, guards
         admission, caches, objectives = self._admission, self.caches, self._dispatcher.objectives
-        routes = {*admission.routes, *admission.budgets, *guards, *caches.routes, *objectives.routes}
+        routes = {*admission.routes, *admission.budgets, *guards, *caches.routes_with_cache, *objectives.routes}
         self._steps = {route: self._steps_of(route) for route in routes}
         self._usual_steps = self._steps_of("")
         self._waits_at = {
@@ -230,11 +230,11 @@ class AdmissionPipeline:
             self._reroute(record, builder)
         for wait in self._waits:
             wait.on_config_change(builder, now, out)
-        self.release_held(now, out)
+        self.wake_if_any_held(now, out)
 
     def _steps_of(self, route: str) -> _RouteSteps:
-        guarded = [self._answer_from_cache] * (route in self.caches.routes)
-        guarded += [self._foresee] * self._dispatcher.objectives.may_refuse(route)
+        guarded = [self._answer_from_cache] * (route in self.caches.routes_with_cache)
+        guarded += [self._foresee] * self._dispatcher.objectives.refuses_predicted_misses(route)
         granted = [self._ask_guard] * (route in self._guards) + guarded
         arrived = [self._ask_limits] * self._admission.may_limit_route(route) + granted
         return _RouteSteps(tuple(arrived), tuple(granted), tuple(guarded))
@@ -247,7 +247,7 @@ class AdmissionPipeline:
             if other is not None:
                 self._dispatcher.move_to_server(record, other)
                 # one that waits for limits has not requested tokens yet, and will request them for its new model
-                record.has_moved = record.state is State.ASKING_TOKENS
+                record.has_moved = record.state is RequestState.ASKING_TOKENS
 
     def choose_tier(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """Choose the tier of a request that arrives, before anything of it is counted, or another ModelServer of its
@@ -255,7 +255,9 @@ class AdmissionPipeline:
         """
         arrival = record.pending_arrival
         if arrival.destination.rule.tiers is not None:
-            found = run_with_fault(out, _TIERS_FAILED, partial(self._tiers.choose_tier, self._builder, record, now))
+            found = run_or_report_fault(
+                out, _TIERS_FAILED, partial(self._tiers.choose_tier, self._builder, record, now)
+            )
             if found is not None:
                 arrival, record.placement = found
                 record.arrival = arrival
@@ -297,10 +299,10 @@ class AdmissionPipeline:
 
     def resume(self, record: RequestRecord, answer: Answer, now: float, out: list[Effect]) -> RequestEffect:
         """The answer that the request waited for has come."""
-        if record.state is State.ASKING_LIMITS:
+        if record.state is RequestState.ASKING_LIMITS:
             if answer is None or isinstance(answer, Grant | Refusal | StoreUnavailable):
                 return self._attempt(record, lambda: self._granted(record, answer, now, out), now, out)
-        elif record.state is State.ASKING_GUARD:
+        elif record.state is RequestState.ASKING_GUARD:
             if isinstance(answer, GuardReply | GuardFailed):
                 return self._attempt(record, lambda: self._guarded(record, answer, now, out), now, out)
         elif not isinstance(answer, Grant | Refusal | StoreUnavailable | GuardReply | GuardFailed):
@@ -345,7 +347,7 @@ class AdmissionPipeline:
         self._withdraw(record, now)
         self._move(record, other, placement=placement, why=why)
         record.queued, with_room = room
-        record.begin_event(Event.GRANTED)
+        record.begin_event(RequestEvent.GRANTED)
         self._turn_came(record, with_room, now, out)
         return True
 
@@ -355,7 +357,7 @@ class AdmissionPipeline:
         """
         for why in AT_ONCE:
             instead = partial(self._fallbacks.choose_fallback, record, why, now, is_drawn=record.is_drawn)
-            other = run_with_fault(out, _FALLBACK_FAILED, instead)
+            other = run_or_report_fault(out, _FALLBACK_FAILED, instead)
             if other is not None:
                 self._move(record, other, why=why)
                 return
@@ -372,11 +374,13 @@ class AdmissionPipeline:
         record.queued, with_room = room
         return with_room
 
-    def way_to_fallback(self, record: RequestRecord, now: float, out: list[Effect]) -> Callable[[], None] | None:
+    def prepare_fallback_move(self, record: RequestRecord, now: float, out: list[Effect]) -> Callable[[], None] | None:
         """What sends a request, whose prefill has failed, to a fallback that has room for it at once; None: there is
         none. Its engines must be free of it by then.
         """
-        other = run_with_fault(out, _FALLBACK_FAILED, partial(self._fallbacks.choose_fallback, record, "prefill", now))
+        other = run_or_report_fault(
+            out, _FALLBACK_FAILED, partial(self._fallbacks.choose_fallback, record, "prefill", now)
+        )
         room = None if other is None else self._queue.entry_at_other_server(record, other, now)
         if other is None or room is None:
             return None
@@ -405,15 +409,15 @@ class AdmissionPipeline:
     def _watch_wait(self, record: RequestRecord, out: list[Effect]) -> None:
         """The request waits, and may go elsewhere after a while."""
         placement, fallbacks = record.placement, record.pending_arrival.destination.fallbacks
-        if record.state is State.QUEUED and placement is not None and placement.choice.ask_again_s:
+        if record.state is RequestState.QUEUED and placement is not None and placement.choice.ask_again_s:
             self._spills.add(record, placement.choice.ask_again_s, out)
-        if fallbacks is not None and not record.was_held:
+        if fallbacks is not None and not record.is_stream_waiting:
             waits_s = [one.as_fallback.after_queue_s for one in fallbacks.chain]
             known = [one for one in waits_s if one is not None]
             if known:
                 self._late_fallbacks.add(record, min(known), out)
 
-    def release_held(self, now: float, out: list[Effect]) -> None:
+    def wake_if_any_held(self, now: float, out: list[Effect]) -> None:
         """A change that may let a held request go."""
         for wait in self._waits:
             if not wait.is_empty:
@@ -422,7 +426,7 @@ class AdmissionPipeline:
 
     def on_disconnect(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """The client of a request that is not dispatched yet has disconnected."""
-        if record.state is State.QUEUED and record.queued is not None:
+        if record.state is RequestState.QUEUED and record.queued is not None:
             out.append(ClientLeft(record.ticket, record.pending_arrival.pool.name, record.queued))
         self._withdraw(record, now)
         self._dispatcher.on_client_left(record, now, out)
@@ -481,7 +485,7 @@ class AdmissionPipeline:
                 waits=self.engines.describe_wait(pool, now),
                 tiers=tier_states(placement),
                 guard=guarded,
-                forecast=None if forecast is None else forecast_state(forecast),
+                forecast=None if forecast is None else describe_forecast(forecast),
                 split=sticky_split_of(arrival),
                 sets=overridden_fields(arrival),
                 rule=arrival.destination.rule.title,
@@ -539,7 +543,7 @@ class AdmissionPipeline:
         arrival = record.pending_arrival
         if arrival.engine_api is not None and not record.attachment.is_bundle:
             # no other gateway has a translator
-            raise api_not_served(arrival.request, arrival.pool.spec, arrival.head)
+            raise api_not_served_refusal(arrival.request, arrival.pool.spec, arrival.head)
         if arrival.pool.apis_without_model:
             why = why_model_is_refused(arrival.pool, arrival.request.api, now)
             if why and arrival.destination.model == arrival.pool.spec.model:
@@ -572,7 +576,7 @@ class AdmissionPipeline:
         everywhere = [charge for charge in charges if charge.is_global]
         if not everywhere:
             return None
-        self._dispatcher.add_record(record, State.ASKING_LIMITS, now)
+        self._dispatcher.add_record(record, RequestState.ASKING_LIMITS, now)
         record.charges = everywhere
         return AskLimits(record.ticket, everywhere)
 
@@ -588,7 +592,7 @@ class AdmissionPipeline:
         if isinstance(answer, Grant):
             grant = answer
         elif any(charge.needs_redis for charge in charges):
-            raise limits_unavailable()
+            raise limits_unavailable_refusal()
         elif answer is None:
             grant = self._accounts.reserve(charges, now, out)
         else:
@@ -607,7 +611,7 @@ class AdmissionPipeline:
             return None
         if guard.service is None:
             return self._guarded(record, _NOT_CONFIGURED, now, out)
-        self._dispatcher.add_record(record, State.ASKING_GUARD, now)
+        self._dispatcher.add_record(record, RequestState.ASKING_GUARD, now)
         return AskGuard(record.ticket, record.pending_arrival, guard)
 
     def _guarded(
@@ -642,7 +646,7 @@ class AdmissionPipeline:
     def _answer_from_cache(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """A hit has used one request, and no tokens; raises StoredAnswer."""
         try:
-            found = self.caches.find(record.pending_arrival, record.attachment, record.ticket, now)
+            found = self.caches.look_up(record.pending_arrival, record.attachment, record.ticket, now)
         except StoredAnswer:
             out.append(CacheLookup(record.pending_arrival.destination.route, "hit"))
             grants, record.grants = record.grants, ()
@@ -665,7 +669,7 @@ class AdmissionPipeline:
             arrival = record.pending_arrival
         if arrival.pool.caches.kv_index is None or not arrival.wants_tokens:
             return self._go_on(record, now, out)
-        self._dispatcher.add_record(record, State.ASKING_TOKENS, now)
+        self._dispatcher.add_record(record, RequestState.ASKING_TOKENS, now)
         return AskTokens(record.ticket, arrival)
 
     def _foresee(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
@@ -676,14 +680,16 @@ class AdmissionPipeline:
         if objectives is None or not objectives.refuses:
             return
         foresee = partial(self._forecaster.forecast_request, self._builder, record, objectives, now)
-        found = run_with_fault(out, "the TTFT of a request could not be predicted", foresee)
+        found = run_or_report_fault(out, "the TTFT of a request could not be predicted", foresee)
         if found is None:
             return
-        found = run_with_fault(out, _FALLBACK_FAILED, partial(self._in_time_elsewhere, record, found, now)) or found
+        found = (
+            run_or_report_fault(out, _FALLBACK_FAILED, partial(self._in_time_elsewhere, record, found, now)) or found
+        )
         forecast = record.forecast = found.forecast
         record.due_by_s = record.arrived_at_s + forecast.due_s
         if forecast.result != "held":
-            out.append(RequestUnmeetable(forecast))
+            out.append(SloMissPredicted(forecast))
         if forecast.result == "fallback":
             self._move(record, found.arrival, why="late")
         elif found.refusal is not None:
@@ -691,26 +697,28 @@ class AdmissionPipeline:
         elif found.arrival is not record.arrival:
             self._move(record, found.arrival, placement=found.placement)
 
-    def _in_time_elsewhere(self, record: RequestRecord, late: ForecastResult, now: float) -> ForecastResult | None:
+    def _in_time_elsewhere(
+        self, record: RequestRecord, late: SloRoutingDecision, now: float
+    ) -> SloRoutingDecision | None:
         """A request that would be refused, at the first fallback that is predicted to be in time; None: it is not
         refused, or there is none.
         """
         if late.refusal is None:
             return None
-        in_time = partial(self._forecaster.is_in_time, record, late.forecast, now)
+        in_time = partial(self._forecaster.is_in_time_at, record, late.forecast, now)
         other = self._fallbacks.choose_fallback(record, "late", now, suits=in_time)
         if other is None:
             return None
-        return ForecastResult(msgspec.structs.replace(late.forecast, result="fallback"), other, late.placement)
+        return SloRoutingDecision(msgspec.structs.replace(late.forecast, result="fallback"), other, late.placement)
 
     def _go_on(
-        self, record: RequestRecord, now: float, out: list[Effect], waits: Sequence[RequestWait] | None = None
+        self, record: RequestRecord, now: float, out: list[Effect], waits: Sequence[WaitStage] | None = None
     ) -> RequestEffect:
         """Take the request through the remaining waits, to an engine. ``waits``: None: all of its ModelServer."""
         pool = record.pending_arrival.pool
         if self._builder.pools.get(pool.name) is not pool:
             # the configuration changed while the request waited
-            raise no_longer_served(pool.name)
+            raise server_removed_refusal(pool.name)
         own = _admit(record, self._waits_at[pool.name] if waits is None else waits, now, out)
         return own or self._dispatcher.dispatch(record, now, out)
 
@@ -719,7 +727,7 @@ class AdmissionPipeline:
 
         Returns False if the queue is full: the request keeps its place before it.
         """
-        record.begin_event(Event.GRANTED)
+        record.begin_event(RequestEvent.GRANTED)
 
         def step() -> RequestHeld | Decision | None:
             try:
@@ -755,7 +763,7 @@ class AdmissionPipeline:
         _answer(self._attempt(record, step, now, out), out)
 
 
-def usage_to_reserve(arrival: Arrival) -> Usage:
+def usage_to_reserve(arrival: Arrival) -> RequestUsage:
     """The tokens that the request may use.
 
     Input: all of its prompts, by their tokens or else by their bytes, its media, and what an engine has stored of it.
@@ -770,15 +778,15 @@ def usage_to_reserve(arrival: Arrival) -> Usage:
     text = estimate.tokens(request.text_bytes, ASSUMED_BYTES_PER_TOKEN, prompts=prompts.count)
     sent = text + prompts.token_ids + request.media.tokens
     if most is not None and not request.has_stored_prompt:
-        return Usage(sent, request.answers * float(most))
+        return RequestUsage(sent, request.answers * float(most))
     stored = estimate.stored_tokens if request.has_stored_prompt else 0.0
     output = pool.output_estimate.tokens if most is None else float(most)
-    known = Usage(sent, 0.0 if most is None else request.answers * output)
-    return Usage(sent + stored, request.answers * output, known)
+    known = RequestUsage(sent, 0.0 if most is None else request.answers * output)
+    return RequestUsage(sent + stored, request.answers * output, known)
 
 
 def _admit(
-    record: RequestRecord, waits: Sequence[RequestWait], now: float, out: list[Effect]
+    record: RequestRecord, waits: Sequence[WaitStage], now: float, out: list[Effect]
 ) -> RequestHeld | Decision | None:
     """Take the request through the waits, in order, until one holds or dispatches it; None: it need wait for none."""
     for wait in waits:

@@ -14,9 +14,9 @@ import msgspec
 from extproc.core.dispatch import (
     changed_body,
     constraints_of,
-    expected_of_dispatched,
-    no_longer_served,
+    expected_tokens_of_dispatched,
     prompt_of,
+    server_removed_refusal,
     usage_of_dispatched,
 )
 from extproc.core.effects import (
@@ -27,7 +27,7 @@ from extproc.core.effects import (
     LogUsage,
     Prefill,
     PrefillEnded,
-    run_with_fault,
+    run_or_report_fault,
 )
 from extproc.core.peer_events import RequestPrefilled
 from extproc.core.remote_prefill import (
@@ -35,13 +35,13 @@ from extproc.core.remote_prefill import (
     RemotePrefill,
     end_remote_prefill,
     judge_prefill,
+    make_prefill_effect,
     outcome_of_client_left,
-    prefill_effect,
     prefill_outcome,
 )
-from extproc.core.request_record import LegResult
-from extproc.core.states import IN_FLIGHT, Event, State
-from extproc.core.usage_log import line_of_client_left
+from extproc.core.request_record import PrefillLegResult
+from extproc.core.request_states import IN_FLIGHT, RequestEvent, RequestState
+from extproc.core.usage_log import client_left_line
 from extproc.errors import InternalError, NoEndpoint, PrefillFailed, PrefillRefused, Refusal
 from extproc.scheduling.pool import DecodeTarget
 
@@ -84,17 +84,19 @@ class PrefillCompletion:
         self._running = running
         self._has_peers = has_peers
 
-    def on_result(self, result: PrefillResult, pools: Mapping[str, Pool], now: float, out: list[Effect]) -> None:
+    def on_prefill_result(
+        self, result: PrefillResult, pools: Mapping[str, Pool], now: float, out: list[Effect]
+    ) -> None:
         """The prefill engine has answered, or has not: the request goes on, or is refused."""
         record, beside = self._records.get(result.ticket), self._dispatcher.beside.get(result.ticket)
         if beside is not None:
             self._end_beside(result, beside, now, out)
             return
-        if record is None or record.run is None or record.state is not State.PREFILLING:
+        if record is None or record.run is None or record.state is not RequestState.PREFILLING:
             # its client left meanwhile
             return
         run, (asked, pending) = record.run, self._dispatcher.legs.pop(record.ticket)
-        record.begin_event(Event.GRANTED)
+        record.begin_event(RequestEvent.GRANTED)
         took_s, group = now - record.since_s, run.pool.spec.pd_group
         judged = _judge(asked, result, now, out, lease_s=0.0 if group is None else float(group.lease))
         is_done, is_served = judged.outcome == "prefilled", pools.get(run.pool.name) is run.pool
@@ -110,8 +112,8 @@ class PrefillCompletion:
         )
         refusal = None
         if then is None:
-            refusal = _refusal_of(run, judged, result, event) if is_served else no_longer_served(run.pool.name)
-        leg = LegResult(asked.address, judged.outcome, took_s, judged.detail, 1 + len(asked.failed))
+            refusal = _refusal_of(run, judged, result, event) if is_served else server_removed_refusal(run.pool.name)
+        leg = PrefillLegResult(asked.address, judged.outcome, took_s, judged.detail, 1 + len(asked.failed))
         # a refusal of the prompt is the client's
         has_failed = isinstance(refusal, PrefillFailed | NoEndpoint)
         go_elsewhere = self._way_to_fallback(record, now, out) if has_failed and is_served else None
@@ -129,7 +131,7 @@ class PrefillCompletion:
                 go_elsewhere()
                 return
             if refusal is None:
-                self._dispatcher.add_record(record, State.RUNNING, now)
+                self._dispatcher.add_record(record, RequestState.RUNNING, now)
                 decision = self._dispatcher.make_decision(
                     record,
                     run,
@@ -144,14 +146,14 @@ class PrefillCompletion:
         except Exception as error:  # noqa: BLE001 - a mistake of ours, and nobody else would end the wait
             refusal = InternalError(error)
         release = partial(self._running.release_endpoints, record, run, now, out)
-        run_with_fault(out, "the engines of a request could not be freed after its prefill", release)
+        run_or_report_fault(out, "the engines of a request could not be freed after its prefill", release)
         out.append(self._dispatcher.refuse(record, refusal, now, out))
 
     def _ask_next(
         self, record: RequestRecord, then: NextPrefillAttempt, pending: PendingDecision, now: float, out: list[Effect]
     ) -> None:
         """The prefill engine has failed, and another one is asked."""
-        self._dispatcher.add_record(record, State.PREFILLING, now)
+        self._dispatcher.add_record(record, RequestState.PREFILLING, now)
         self._dispatcher.legs[record.ticket] = then.leg, pending
         out.append(then.ask)
 
@@ -160,16 +162,16 @@ class PrefillCompletion:
         other clients that leave before the first byte of their answers.
         """
         asked, _ = self._dispatcher.legs.pop(record.ticket)
-        leg = LegResult(asked.address, "left", now - record.since_s)
+        leg = PrefillLegResult(asked.address, "left", now - record.since_s)
         out += [CancelPrefill(record.ticket), PrefillEnded(record.ticket, run.pool.name, leg, goes_on=False)]
         # no engine has begun an answer
         run.expected = msgspec.structs.replace(
-            expected_of_dispatched(run, asked.arrival.request), output_tokens=0, most_output=0
+            expected_tokens_of_dispatched(run, asked.arrival.request), output_tokens=0, most_output=0
         )
         outcome = outcome_of_client_left(asked, now - record.arrived_at_s)
         if self._dispatcher.logs_usage:
             usage = usage_of_dispatched(record, run, asked.arrival)
-            out.append(LogUsage(line_of_client_left(record, asked.arrival.head, usage, outcome)))
+            out.append(LogUsage(client_left_line(record, asked.arrival.head, usage, outcome)))
         self._running.undo_dispatch(record, run, now, out, outcome=outcome)
 
     def on_request_ended(self, ticket: str, out: list[Effect]) -> None:
@@ -188,7 +190,7 @@ class PrefillCompletion:
         del self._dispatcher.beside[ticket]
         judged = _judge(asked, result, now, out)
         is_done, record = judged.outcome == "prefilled", self._records.get(ticket)
-        leg = LegResult(asked.address, judged.outcome, took_s, judged.detail)
+        leg = PrefillLegResult(asked.address, judged.outcome, took_s, judged.detail)
         out.append(PrefillEnded(ticket, asked.arrival.pool.name, leg, goes_on=is_done, is_beside=True))
         if record is None or record.run is None or not record.is_ours:
             # it is over, and its ticket may be that of a request elsewhere
@@ -203,12 +205,12 @@ class PrefillCompletion:
         event = RequestPrefilled(
             ticket, outcome, is_done=is_done, is_leased=True, waited_s=record.held_s, decode=decode, is_beside=True
         )
-        run_with_fault(
+        run_or_report_fault(
             out, "a prefill engine could not be freed", partial(end_remote_prefill, record, run, event, now, out)
         )
         if self._has_peers:
             out.append(Broadcast(event))
-        if not is_done and record.state is State.RUNNING:
+        if not is_done and record.state is RequestState.RUNNING:
             # The prefill engine may have died in the milliseconds between the transfer and its answer. Then the decode
             # engine could go on, but no API of SGLang says so, and extproc sees no byte of the answer. The decode
             # engine itself would find out by two failed heartbeats, 5 s each: all that lack their KV cache would wait.
@@ -220,7 +222,7 @@ def _judge(
     asked: RemotePrefill, result: PrefillResult, now: float, out: list[Effect], *, lease_s: float = 0.0
 ) -> JudgedPrefill:
     judge = partial(judge_prefill, asked, result, age_s=now - result.answered_at_s, lease_s=lease_s)
-    return run_with_fault(out, "the answer to a prefill could not be used", judge) or JudgedPrefill("unreadable")
+    return run_or_report_fault(out, "the answer to a prefill could not be used", judge) or JudgedPrefill("unreadable")
 
 
 def _decode_of(
@@ -237,7 +239,7 @@ def _decode_of(
         now,
         is_prefilled=is_prefilled,
     )
-    found = run_with_fault(out, "a decode engine could not be chosen again after a prefill", place)
+    found = run_or_report_fault(out, "a decode engine could not be chosen again after a prefill", place)
     return found or pool.first_listed_decode(run.assignment)
 
 
@@ -253,9 +255,9 @@ def _next_of(
         if not address:
             return None
         leg = asked.at_address(address)
-        return NextPrefillAttempt(leg, prefill_effect(leg, record, now))
+        return NextPrefillAttempt(leg, make_prefill_effect(leg, record, now))
 
-    return run_with_fault(out, "another prefill engine could not be chosen", find)
+    return run_or_report_fault(out, "another prefill engine could not be chosen", find)
 
 
 def _refusal_of(

@@ -25,7 +25,7 @@ import msgspec
 
 from extproc.api.addresses import parse_endpoint
 from extproc.core.demand import count_prefill_end
-from extproc.core.effects import Prefill, run_with_fault
+from extproc.core.effects import Prefill, run_or_report_fault
 from extproc.core.outcome_feedback import record_endpoint_outcome, update_estimates
 from extproc.core.request_record import Arrival, DispatchedRequest, Outcome, PrefillOutcome
 from extproc.endpoints.table import EndpointRef
@@ -36,12 +36,12 @@ from extproc.engines.engine_responses import (
     is_engine_error,
     parse_prefill_response,
 )
-from extproc.request.json_rewrite import fields_of, with_changes
+from extproc.request.json_rewrite import raw_top_level_fields, with_changes
 from extproc.request.prefill_protocols import (
     BodyChanges,
     PrefillAttempt,
     PrefillProtocol,
-    abort_bodies,
+    sglang_abort_bodies,
     why_body_not_disaggregated,
 )
 from extproc.wire_protocol import REQUEST_ID
@@ -85,7 +85,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     failed: tuple[str, ...] = ()
 
     @property
-    def attempt(self) -> PrefillAttempt:
+    def make_attempt(self) -> PrefillAttempt:
         """Tickets are unique, so its id is."""
         group = self.arrival.pool.spec.pd_group
         port = 0 if group is None else group.effective_transfer_port
@@ -109,18 +109,20 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     def prefill_body(self) -> bytes:
         """For the prefill engine."""
         request, body = self.arrival.request, self.arrival.body
-        return self._changed(self.protocol.prefill_changes(request, fields_of(body, request.contents), self.attempt))
+        return self._changed(
+            self.protocol.prefill_changes(request, raw_top_level_fields(body, request.contents), self.make_attempt)
+        )
 
     def decode_body(self, answer: PrefillResponse, engine_id: str) -> bytes | None:
         """For the decode engine; None: ``answer`` lacks what it must have. ``engine_id``: see Try."""
         request, body = self.arrival.request, self.arrival.body
-        this = msgspec.structs.replace(self.attempt, engine_id=engine_id)
-        changes = self.protocol.decode_changes(request, fields_of(body, request.contents), this, answer)
+        this = msgspec.structs.replace(self.make_attempt, engine_id=engine_id)
+        changes = self.protocol.decode_changes(request, raw_top_level_fields(body, request.contents), this, answer)
         return None if changes is None else self._changed(changes)
 
     def abort_bodies(self) -> tuple[bytes, ...]:
         """For the decode engine that has the request already."""
-        return abort_bodies(self.arrival.request, self.attempt)
+        return sglang_abort_bodies(self.arrival.request, self.make_attempt)
 
     def _changed(self, changes: BodyChanges) -> bytes:
         base = {name: value for name, value in self.base.fields.items() if name not in changes.without}
@@ -146,7 +148,7 @@ def why_not_disaggregated(arrival: Arrival, protocol: PrefillProtocol) -> str:
     return why_body_not_disaggregated(arrival.request, arrival.body, protocol)
 
 
-def prefill_effect(leg: RemotePrefill, record: RequestRecord, now: float) -> Prefill:
+def make_prefill_effect(leg: RemotePrefill, record: RequestRecord, now: float) -> Prefill:
     """What is asked of the engine. The request is answered within the time of the prefill, if not earlier."""
     arrival, group, is_beside = leg.arrival, leg.arrival.pool.spec.pd_group, leg.protocol.is_beside
     most_s = math.inf if group is None else float(group.prefill_timeout)
@@ -167,7 +169,7 @@ def prefill_effect(leg: RemotePrefill, record: RequestRecord, now: float) -> Pre
         body=leg.prefill_body(),
         headers=headers,
         timeout_s=attempt_timeout_s(left_s, expected_s) if not is_beside and leg.next_address(now) else left_s,
-        query_port=leg.attempt.port if leg.protocol.needs_engine_id else 0,
+        query_port=leg.make_attempt.port if leg.protocol.needs_engine_id else 0,
         is_beside=is_beside,
     )
 
@@ -278,7 +280,7 @@ def end_remote_prefill(
     if event.outcome is not None:
         # what is learned is an estimate; what is counted must be undone
         learn = partial(_learn, _run_of_leg(run), event.outcome, now, out, is_ours=record.is_ours)
-        run_with_fault(out, "a prefill could not be learned from", learn)
+        run_or_report_fault(out, "a prefill could not be learned from", learn)
     if event.next:
         run.assignment, run.pins = pool.move_prefill(before, run.pins, run.sent.chain, event.next, now)
         run.sent_at_s = now

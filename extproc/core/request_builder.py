@@ -13,8 +13,8 @@ import msgspec
 from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Caller, Subject
 from extproc.api.spec import STEPS_LISTENER
-from extproc.core.request_record import Arrival, Candidates, RequestHead
-from extproc.core.usage_log import usage_of_unparsed
+from extproc.core.request_record import AllowedTargets, Arrival, RequestHead
+from extproc.core.usage_log import usage_of_unrouted_refusal
 from extproc.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -26,15 +26,15 @@ from extproc.errors import (
     UnknownModel,
     UnknownPath,
 )
-from extproc.request.body_parser import api_by_body, missing_body, parse_body, steering_fields_of_unread
+from extproc.request.body_parser import api_by_body, missing_body_refusal, parse_body, steering_fields_of_unread
 from extproc.request.grpc_call import api_of_call, check_headers, read_call, refuse_repository_call
-from extproc.request.inference_request import STEERING_FIELDS, InferenceRequest, ModelPath, missing_model
-from extproc.request.json_rewrite import fields_of, with_changes
-from extproc.request.model_in_path import check_method, read_model_path, request_by_path, wrong_protocol
+from extproc.request.inference_request import STEERING_FIELDS, InferenceRequest, ModelPath, missing_model_refusal
+from extproc.request.json_rewrite import raw_top_level_fields, with_changes
+from extproc.request.model_in_path import check_method, read_model_path, request_by_path, wrong_protocol_refusal
 from extproc.request.parameter_overrides import Overrides, override_changes
 from extproc.routing.mirror import read_directive
-from extproc.routing.routing_table import Destination, RoutingTable, RuleTerms
-from extproc.translate.directive import engine_api
+from extproc.routing.routing_table import Destination, RoutingTable, RuleSettings
+from extproc.translate.directive import translation_target_api
 from extproc.wire_protocol import (
     APIS_BY_CALL,
     APIS_BY_PATH,
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from extproc.admission.identity import CacheIsolation, IdentityResolver
     from extproc.api.model_server import ModelRewrite, ModelServerSpec
     from extproc.api.usage_log import UsageContext
-    from extproc.routing.routing_table import ListedModel, Targets
-    from extproc.routing.sticky import StickySplit
+    from extproc.routing.routing_table import ListedModel, RuleTargets
+    from extproc.routing.sticky_split import StickySplit
     from extproc.scheduling.pool import Pool
 
 _SHOWN_CHARACTERS = 100
@@ -67,7 +67,7 @@ _REPOSITORY: Final = re.compile(f"{REPOSITORY_PATH.replace('/', '/+')}(/|$)")
 # Lists of models that are kept, each of a caller.
 _MOST_LISTS: Final = 64
 # Whose answers nobody reads: below all others.
-_COPY_TERMS: Final = RuleTerms(priority=-(2**31))
+_COPY_TERMS: Final = RuleSettings(priority=-(2**31))
 _NOBODY: Final = Caller(tenant=MIRRORED_TENANT)
 
 
@@ -103,7 +103,7 @@ class CallerAccess(msgspec.Struct, frozen=True):
         return self.may_list(model) or self.authorizer.may_use_everything(self.subject)
 
 
-def model_not_allowed(model: str | None) -> ModelNotAllowed:
+def model_not_allowed_refusal(model: str | None) -> ModelNotAllowed:
     """The refusal, in the same words whether or not the model exists."""
     if model is None:
         return ModelNotAllowed("The model could not be read from this request, and you may not use every model.")
@@ -181,7 +181,7 @@ class RequestBuilder:
         model, caller_access = self._routing.model_on(head.listener, name), self._access_of(head)
         return model if model is None or caller_access is None or caller_access.may_list(name) else None
 
-    def default_targets(self, head: RequestHead, model: str) -> Targets | None:
+    def unconditional_chat_targets(self, head: RequestHead, model: str) -> RuleTargets | None:
         """Where chats of the caller go whose bodies meet no conditions; None if no rule takes them."""
         access = self._access_of(head)
         try:
@@ -218,7 +218,7 @@ class RequestBuilder:
         if head.method != "POST":
             raise MethodNotAllowed(f"{head.path} takes POST, not {head.method[:20]}.")
         if not head.has_body:
-            raise missing_body(api)
+            raise missing_body_refusal(api)
         return api
 
     def arrival_builder(self, *, server: str = "", pool: str | None = None) -> Callable[[RequestHead, bytes], Arrival]:
@@ -326,7 +326,7 @@ class RequestBuilder:
 
     def usage_of_refused(self, head: RequestHead, refusal: Refusal) -> UsageContext | None:
         """For the usage log: a request that was refused before it arrived; None if it asked for no inference."""
-        return usage_of_unparsed(head, self._subject_of(head), refusal)
+        return usage_of_unrouted_refusal(head, self._subject_of(head), refusal)
 
     def move_to_other_server(self, arrival: Arrival, suits: Callable[[Pool], bool] = lambda _: True) -> Arrival | None:
         """The same request at a ModelServer of its rule that has engines and ``suits``; None: there is none.
@@ -371,10 +371,10 @@ class RequestBuilder:
         """The same request at a fallback of its rule, where it stays; raises a Refusal."""
         access = self._access_of(arrival.head)
         if access is not None and not access.may_use(arrival.request.model, to):
-            raise model_not_allowed(arrival.request.model)
+            raise model_not_allowed_refusal(arrival.request.model)
         return self._moved(arrival, None, to)
 
-    def _candidates_of(self, arrival: Arrival) -> Candidates | None:
+    def _candidates_of(self, arrival: Arrival) -> AllowedTargets | None:
         """Of the configuration in use; None if no ModelRoute has chosen its ModelServer. Raises a Refusal."""
         known, head = arrival.candidates, arrival.head
         if known is None or known.routing is self._routing:
@@ -383,7 +383,7 @@ class RequestBuilder:
         protocols = [_protocol_of(arrival.request)]
         return self._candidates(arrival.request.model, protocols, head, own.request, own.body)
 
-    def _moved(self, arrival: Arrival, candidates: Candidates | None, to: Destination) -> Arrival:
+    def _moved(self, arrival: Arrival, candidates: AllowedTargets | None, to: Destination) -> Arrival:
         """The same request elsewhere in its namespace, where its caller is the same; raises a Refusal."""
         pool, salt, engine_api = self._place(arrival.request, to, arrival.head, arrival.caller, may_translate=True)
         found = msgspec.structs.replace(
@@ -423,7 +423,7 @@ class RequestBuilder:
 
     def _routed(self, request: InferenceRequest, head: RequestHead, body: bytes) -> Arrival:
         if not request.model:
-            raise missing_model()
+            raise missing_model_refusal()
         try:
             protocols = (_protocol_of(request),)
             candidates = self._candidates(request.model, protocols, head, request, body)
@@ -441,7 +441,7 @@ class RequestBuilder:
         head: RequestHead,
         request: InferenceRequest | None = None,
         body: bytes = b"",
-    ) -> Candidates:
+    ) -> AllowedTargets:
         """By the ModelRoutes, what is open to the caller and speaks one of ``protocols``; raises a Refusal.
         ``request``, ``body``: as the client sent them, None and empty if the body is not read.
         """
@@ -451,16 +451,16 @@ class RequestBuilder:
         except UnknownModel:
             if caller_access is None or caller_access.may_see_missing(model):
                 raise
-            raise model_not_allowed(model) from None
+            raise model_not_allowed_refusal(model) from None
         if caller_access is not None:
             may_use = targets.filtered(partial(caller_access.may_use, model))
             if may_use is None:
-                raise model_not_allowed(model)
+                raise model_not_allowed_refusal(model)
             targets = may_use
         speaking = targets.with_protocols(protocols)
         if speaking is None:
-            raise wrong_protocol(model, targets.destinations[0].protocol, head.path)
-        return Candidates(self._routing, speaking)
+            raise wrong_protocol_refusal(model, targets.destinations[0].protocol, head.path)
+        return AllowedTargets(self._routing, speaking)
 
     def protocols_of(self, model: str, head: RequestHead) -> frozenset[str]:
         """Those of the ModelServers that the caller's requests for ``model`` may come to; empty: there are none."""
@@ -502,7 +502,7 @@ class RequestBuilder:
         return sticky.key_of(head.headers, subject.tenant, subject.user)
 
     def _serving(
-        self, drawn: Destination, targets: Targets, key_of: Callable[[StickySplit], bytes], api: Api | None = None
+        self, drawn: Destination, targets: RuleTargets, key_of: Callable[[StickySplit], bytes], api: Api | None = None
     ) -> Destination:
         """The one that was drawn of ``targets``, or another one of them. Where it is a server without engines whose
         requests wait for one, that is one that has some. Where it does not take ``api``, one that does, or else one for
@@ -543,7 +543,7 @@ class RequestBuilder:
         model = None if request.api is None else request.model
         try:
             if caller_access is not None and not caller_access.may_use(model, destination):
-                raise model_not_allowed(model)
+                raise model_not_allowed_refusal(model)
             return self._arrival(request, destination, head, body)
         except Refusal as refusal:
             refusal.model = request.model
@@ -555,7 +555,7 @@ class RequestBuilder:
         destination: Destination,
         head: RequestHead,
         body: bytes,
-        candidates: Candidates | None = None,
+        candidates: AllowedTargets | None = None,
     ) -> Arrival:
         """Of a request that its caller may make; raises a Refusal."""
         caller = ANONYMOUS_CALLER
@@ -589,7 +589,7 @@ class RequestBuilder:
         if not _takes(pool.spec, request.api):
             to = _engine_api(pool.spec, request.api) if may_translate else None
             if to is None:
-                raise api_not_served(request, pool.spec, head)
+                raise api_not_served_refusal(request, pool.spec, head)
         salt = None
         if self._isolation.is_on or request.cache_salt is not None:
             salt = self._isolation.salt(request, pool.spec, caller, head.headers)
@@ -601,7 +601,7 @@ def _with_overrides(arrival: Arrival) -> Arrival:
     restored = _with_fields(arrival, arrival.replaced)
     overrides = arrival.destination.overrides
     changes = {} if overrides is None else override_changes(overrides, restored.request, restored.body)
-    given = fields_of(restored.body, restored.request.contents) if changes else {}
+    given = raw_top_level_fields(restored.body, restored.request.contents) if changes else {}
     # copies: a view would keep the whole body
     replaced = {name: msgspec.Raw(bytes(given[name])) if name in given else None for name in changes}
     return msgspec.structs.replace(_with_fields(restored, changes), replaced=replaced)
@@ -628,10 +628,10 @@ def _takes(spec: ModelServerSpec, api: Api | None) -> bool:
 
 
 def _engine_api(spec: ModelServerSpec, api: Api | None) -> Api | None:
-    return engine_api(api, spec.apis or ()) if spec.accepts_translated else None
+    return translation_target_api(api, spec.apis or ()) if spec.accepts_translated else None
 
 
-def api_not_served(request: InferenceRequest, spec: ModelServerSpec, head: RequestHead) -> UnknownPath:
+def api_not_served_refusal(request: InferenceRequest, spec: ModelServerSpec, head: RequestHead) -> UnknownPath:
     """The refusal of a request of an API that its ModelServer does not have."""
     return UnknownPath(
         f"'{request.model[:_SHOWN_CHARACTERS]}' is not served under {head.path[:_SHOWN_CHARACTERS]};"

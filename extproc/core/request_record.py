@@ -14,26 +14,26 @@ from extproc.admission.fair_queue import FlowControlGate
 from extproc.admission.flows import QueuedRequest
 from extproc.admission.guards import Guard
 from extproc.admission.identity import ANONYMOUS_CALLER, Caller
-from extproc.admission.limits import NO_USAGE, Charge, Grant, Usage
+from extproc.admission.limits import NO_USAGE, Charge, Grant, RequestUsage
 from extproc.admission.slo_classes import ObjectiveClass
 from extproc.admission.token_estimates import InputEstimate
+from extproc.api.charged_tokens import AnswerOutcome, ExpectedTokens, used_tokens
 from extproc.api.pricing import Price, cost_micros
 from extproc.api.usage_log import UsageCounts
-from extproc.api.used_tokens import AnswerUsage, ExpectedTokens, used_tokens
 from extproc.core.demand_counters import ModelMeter
-from extproc.core.states import HELD, SUCCESSORS, Event, IllegalEvent, State
+from extproc.core.request_states import HELD, SUCCESSORS, IllegalEvent, RequestEvent, RequestState
 from extproc.core.trace import Trace
 from extproc.engines.engine_responses import AdapterLoadProblem
 from extproc.prefix.approximate_index import BlockPin, PromptTail
 from extproc.request.inference_request import InferenceRequest
 from extproc.routing.cost_tiers import TierCandidate, TierChoice, TierPolicy
-from extproc.routing.routing_table import Destination, RoutingTable, Targets
+from extproc.routing.routing_table import Destination, RoutingTable, RuleTargets
 from extproc.scheduling.pool import Assignment, Pool
 from extproc.wire_protocol import Api
 
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
-NO_WAITS: Final[Mapping[State, float]] = MappingProxyType({})
-NO_RESERVES: Final[Mapping[str, FallbackReserve]] = MappingProxyType({})
+NO_WAITS: Final[Mapping[RequestState, float]] = MappingProxyType({})
+NO_RESERVES: Final[Mapping[str, FallbackExpectation]] = MappingProxyType({})
 OURS: Final = ""
 # refused: by the engine, for a fault of the request. unreadable: too long, or of another form. not_asked: too
 # many at once, here. expired: it came too late to be used. left: the request was over first. beside: asked at the same
@@ -92,11 +92,11 @@ class GatewayProperties(msgspec.Struct, frozen=True):
 BUNDLE: Final = GatewayProperties()
 
 
-class Candidates(msgspec.Struct, frozen=True):
+class AllowedTargets(msgspec.Struct, frozen=True):
     """Where a request may go: the targets of its rule that its caller may use, by the configuration of ``routing``."""
 
     routing: RoutingTable
-    targets: Targets
+    targets: RuleTargets
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ class Arrival(msgspec.Struct, frozen=True):
     body: bytes
     caller: Caller = ANONYMOUS_CALLER
     cache_salt: str | None = None
-    candidates: Candidates | None = None
+    candidates: AllowedTargets | None = None
     # the body is not the client's: a guard has changed it, or the rule has
     is_changed: bool = False
     # of the fields that its rule or target has set: the client's own values, None for those that it left out
@@ -156,7 +156,7 @@ class TierPlacement(msgspec.Struct, frozen=True):
     choice: TierChoice
 
 
-class Forecast(msgspec.Struct, frozen=True):
+class SloForecast(msgspec.Struct, frozen=True):
     """Whether a request is predicted to hold what its class is promised, where the class refuses what is not.
 
     ``due_s``: its first token is due so long after it came, by ``objective``. ``ttft_s``: predicted at the ModelServer
@@ -210,7 +210,7 @@ class PrefillResult(msgspec.Struct, frozen=True):
 WorkResult = AdapterLoadResult | PrefillResult
 
 
-class LegResult(msgspec.Struct, frozen=True):
+class PrefillLegResult(msgspec.Struct, frozen=True):
     """What became of a prefill leg at the engine at ``address``. ``outcome``: "prefilled", or why the decode engine
     gets nothing of it. ``detail``: for the log. ``tries``: engines that were asked for it, this one included.
     """
@@ -294,7 +294,7 @@ class SentRequest(msgspec.Struct, frozen=True, array_like=True):
     next_servers: tuple[str, ...] = ()
 
 
-class FallbackReserve(msgspec.Struct, frozen=True):
+class FallbackExpectation(msgspec.Struct, frozen=True):
     """A request at a fallback that it was not sent to: what is expected there, without any load. ``model``: as its
     engine is asked. ``price``: as ``DispatchedRequest`` has it. ``limits``: fields of its body, by which its answer is
     shorter than the client asks for.
@@ -343,7 +343,7 @@ class FallbackPlan(msgspec.Struct, frozen=True):
     """
 
     attempts: Attempts | None
-    reserves: Mapping[str, FallbackReserve]
+    reserves: Mapping[str, FallbackExpectation]
     states: tuple[FallbackState, ...]
 
 
@@ -370,8 +370,8 @@ class DispatchedRequest(msgspec.Struct):
     pins: Mapping[int, BlockPin]
     sent: SentRequest
     sent_at_s: float
-    reserved: Usage = NO_USAGE
-    limited: Usage | None = None
+    reserved: RequestUsage = NO_USAGE
+    limited: RequestUsage | None = None
     most_output: float = math.inf
     prompts: int = 1
     has_stored_prompt: bool = False
@@ -388,12 +388,12 @@ class DispatchedRequest(msgspec.Struct):
     prefilled_by: str = ""
     has_leg: bool = False
     is_part: bool = False
-    leg: LegResult | None = None
+    leg: PrefillLegResult | None = None
     is_aborted: bool = False
     attempts: Attempts | None = None
-    reserves: Mapping[str, FallbackReserve] = NO_RESERVES
+    reserves: Mapping[str, FallbackExpectation] = NO_RESERVES
 
-    def as_served_by_fallback(self, reserve: FallbackReserve) -> DispatchedRequest:
+    def as_served_by_fallback(self, reserve: FallbackExpectation) -> DispatchedRequest:
         """The request as its fallback has served it, after other attempts; it never counted there."""
         return msgspec.structs.replace(
             self,
@@ -408,20 +408,20 @@ class DispatchedRequest(msgspec.Struct):
             reserves=NO_RESERVES,
         )
 
-    def used_tokens(self, outcome: Outcome) -> Usage:
+    def used_tokens(self, outcome: Outcome) -> RequestUsage:
         """The tokens that a request used, and what they cost; none if no engine answered it."""
         found = used_tokens(self.expected, answer_usage_of(outcome))
         if found is None:
             return NO_USAGE
         counts = found.counts
         cost = 0 if self.price is None else cost_micros(self.price, counts)
-        return Usage(float(counts.input), float(counts.output), cost_micros=float(cost))
+        return RequestUsage(float(counts.input), float(counts.output), cost_micros=float(cost))
 
 
-def answer_usage_of(outcome: Outcome) -> AnswerUsage:
+def answer_usage_of(outcome: Outcome) -> AnswerOutcome:
     """As a line of the usage log has it."""
     is_cut = outcome.is_cut or outcome.has_left or outcome.was_cut or outcome.has_timed_out or outcome.status == 0
-    return AnswerUsage(
+    return AnswerOutcome(
         status=outcome.status,
         has_engine=bool(outcome.served) or 200 <= outcome.status < 300,
         is_cut=is_cut,
@@ -483,13 +483,13 @@ class RequestRecord(msgspec.Struct):
     """
 
     ticket: str
-    state: State = State.ABSENT
+    state: RequestState = RequestState.ABSENT
     origin: str = OURS
     arrival: Arrival | None = None
     attachment: GatewayProperties = BUNDLE
     wants_reasons: bool = False
     charges: Sequence[Charge] = ()
-    limited: Usage | None = None
+    limited: RequestUsage | None = None
     guard: Guard | None = None
     guarded: str = ""
     tokens: Sequence[int] | None = None
@@ -497,7 +497,7 @@ class RequestRecord(msgspec.Struct):
     queued: QueuedRequest | None = None
     run: DispatchedRequest | None = None
     since_s: float = 0.0
-    waits: Mapping[State, float] = NO_WAITS
+    waits: Mapping[RequestState, float] = NO_WAITS
     meter: ModelMeter | None = None
     arrived_at_s: float = 0.0
     wall_s: float = 0.0
@@ -507,15 +507,15 @@ class RequestRecord(msgspec.Struct):
     engine_by_s: float = math.inf
     answer_by_s: float = math.inf
     placement: TierPlacement | None = None
-    forecast: Forecast | None = None
+    forecast: SloForecast | None = None
     due_by_s: float = math.inf
     fell_back_for: FallbackReason | Literal[""] = ""
     is_drawn: bool = True
     to_store: AnswerToStore | None = None
-    event: Event = Event.ARRIVED
-    successors: frozenset[State] = frozenset()
+    event: RequestEvent = RequestEvent.ARRIVED
+    successors: frozenset[RequestState] = frozenset()
 
-    def begin_event(self, event: Event) -> bool:
+    def begin_event(self, event: RequestEvent) -> bool:
         """``event`` begins. Returns whether it changes anything; raises IllegalEvent, with nothing changed."""
         after = SUCCESSORS[self.state][event]
         if after is None:
@@ -525,7 +525,7 @@ class RequestRecord(msgspec.Struct):
         self.event, self.successors = event, after
         return True
 
-    def set_state(self, state: State, now: float) -> None:
+    def set_state(self, state: RequestState, now: float) -> None:
         """The only place where a state is set: a successor that the table has for the event that happens.
 
         A wait that ends is added to ``waits``.
@@ -542,9 +542,9 @@ class RequestRecord(msgspec.Struct):
         return sum(self.waits.values()) if self.waits else 0.0
 
     @property
-    def was_held(self) -> bool:
+    def is_stream_waiting(self) -> bool:
         """Whether its stream waits for a Decision or Refused already."""
-        return self.event is not Event.ARRIVED and self.event is not Event.ANSWERED
+        return self.event is not RequestEvent.ARRIVED and self.event is not RequestEvent.ANSWERED
 
     @property
     def pending_arrival(self) -> Arrival:

@@ -23,7 +23,7 @@ from extproc.core.dispatch import body_changes, changed_body
 from extproc.core.effects import CacheLookup
 from extproc.core.request_record import AnswerToStore
 from extproc.errors import NotCached, StoredAnswer
-from extproc.request.json_rewrite import fields_of
+from extproc.request.json_rewrite import raw_top_level_fields
 from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class ResponseCaches:
         self._awaited: OrderedDict[str, AwaitedAnswer] = OrderedDict()
 
     @property
-    def needs_callers(self) -> bool:
+    def has_per_caller_answers(self) -> bool:
         """Whether any route's answers are somebody's."""
         return any(spec.scope != "Route" for spec in self._specs.values())
 
@@ -312,7 +312,7 @@ class ResponseCaches:
             self._specs = found
             self.store.drop_unreachable({route: spec.generation for route, spec in found.items()})
 
-    def find(
+    def look_up(
         self, arrival: Arrival, attachment: GatewayProperties, ticket: str, now: float
     ) -> tuple[CacheLookup, AnswerToStore | None] | None:
         """What was found, and what to do with the answer; None: the route has no cache.
@@ -352,7 +352,7 @@ class ResponseCaches:
         if len(arrival.body) > spec.max_request_bytes:
             return None, "size"
         body = changed_body(arrival, body_changes(arrival, attachment)) or arrival.body
-        fields = fields_of(body)
+        fields = raw_top_level_fields(body)
         why = bypass_reason(request.api, fields, spec)
         return (cache_key(arrival, fields, spec), "") if why is None else (None, why)
 
@@ -372,7 +372,7 @@ class ResponseCaches:
         return bool(self._specs) and self.store.put(key, kind, body, now=now, ttl_s=ttl_s * self._rng.uniform(0.9, 1.1))
 
     @property
-    def routes(self) -> Collection[str]:
+    def routes_with_cache(self) -> Collection[str]:
         """The keys of the ModelRoutes that have one."""
         return self._specs.keys()
 

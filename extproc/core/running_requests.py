@@ -13,7 +13,7 @@ from extproc.api.admission import FlowControl
 from extproc.api.status_pages import EndpointLoad
 from extproc.core.demand import count_outcome, count_request_end
 from extproc.core.dispatch import count_remote_request, request_started_event
-from extproc.core.effects import Broadcast, Effect, RequestJudged, RequestSettled, run_with_fault
+from extproc.core.effects import Broadcast, Effect, OutcomeJoined, RequestSloJudged, run_or_report_fault
 from extproc.core.outcome_feedback import (
     forget_missing_adapter,
     record_endpoint_outcome,
@@ -23,8 +23,8 @@ from extproc.core.outcome_feedback import (
 )
 from extproc.core.peer_events import RequestEnded
 from extproc.core.remote_prefill import end_remote_prefill
+from extproc.core.request_states import IN_FLIGHT, RequestEvent, RequestState
 from extproc.core.slo_verdicts import answer_latencies, judge_client_left, judge_outcome
-from extproc.core.states import IN_FLIGHT, Event, State
 from extproc.scheduling.model_check import on_model_outcome
 
 if TYPE_CHECKING:
@@ -78,17 +78,17 @@ class RunningRequests:
     def on_stream_closed(self, record: RequestRecord, run: DispatchedRequest, now: float, out: list[Effect]) -> None:
         """Its stream is closed: its endpoint is free of it."""
         self._free(record, run, now, out)
-        if record.state is State.SETTLED:
+        if record.state is RequestState.SETTLED:
             self._remove(record, now)
             return
-        record.set_state(State.ENDED, now)
+        record.set_state(RequestState.ENDED, now)
         self._ended[record.ticket] = None
         if len(self._ended) > MOST_ENDED:
             self._forget(next(iter(self._ended)), now, out)
 
     def finish_remote(self, tickets: Iterable[str], now: float, out: list[Effect], *, is_moved: bool = False) -> None:
         """Requests of another process are over. ``is_moved``: at these engines, which got none of them."""
-        event = Event.LEFT if is_moved else Event.FINISHED
+        event = RequestEvent.LEFT if is_moved else RequestEvent.FINISHED
         for ticket in tickets:
             record = self._records.get(ticket)
             if record is None or record.run is None or not record.begin_event(event):
@@ -118,7 +118,7 @@ class RunningRequests:
             self._close(record, run, outcome, now, out)
         if run.objectives is not None:
             verdicts = judge_client_left(run.objectives, now - record.arrived_at_s, is_streamed=run.sent.is_streamed)
-            out.append(RequestJudged(run.objectives, verdicts))
+            out.append(RequestSloJudged(run.objectives, verdicts))
 
     def release_endpoints(self, record: RequestRecord, run: DispatchedRequest, now: float, out: list[Effect]) -> None:
         """It is refused although its engines were picked: they are free of it, and it costs nothing."""
@@ -142,22 +142,24 @@ class RunningRequests:
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
         """Learn from the outcome of a request, and correct what it was charged."""
         record = self._records.get(outcome.ticket)
-        if record is None or record.run is None or not record.begin_event(Event.OUTCOME):
+        if record is None or record.run is None or not record.begin_event(RequestEvent.OUTCOME):
             return
         run = record.run
-        if record.state is State.ENDED:
+        if record.state is RequestState.ENDED:
             self._remove(record, now)
         else:
-            record.set_state(State.SETTLED, now)
+            record.set_state(RequestState.SETTLED, now)
         self._budgets.learn(run, outcome)
         # what is learned is an estimate; what was granted must be settled
-        run_with_fault(out, "an outcome could not be learned from", partial(_learn, record, run, outcome, now, out))
+        run_or_report_fault(
+            out, "an outcome could not be learned from", partial(_learn, record, run, outcome, now, out)
+        )
         reserve, first = run.reserves.get(outcome.served_by), run.pool.name
         if reserve is not None:
             # limits, prices and rows are of the ModelServer that has served it
             run = run.as_served_by_fallback(reserve)
         if record.is_ours and run.objectives is not None:
-            out.append(RequestJudged(run.objectives, judge_outcome(run.objectives, run, outcome)))
+            out.append(RequestSloJudged(run.objectives, judge_outcome(run.objectives, run, outcome)))
         self._close(record, run, outcome, now, out, fell_back_from="" if reserve is None else first)
 
     def local_tickets(self) -> list[str]:
@@ -187,7 +189,7 @@ class RunningRequests:
             self._accounts.settle_request(record, used, service, now, out)
         priority = 0 if run.gate is None or record.queued is None else record.queued.priority
         out.append(
-            RequestSettled(
+            OutcomeJoined(
                 run.pool.name,
                 run.assignment,
                 outcome,
@@ -209,7 +211,7 @@ class RunningRequests:
         )
 
     def _remove(self, record: RequestRecord, now: float) -> None:
-        record.set_state(State.ABSENT, now)
+        record.set_state(RequestState.ABSENT, now)
         del self._records[record.ticket]
         self._ended.pop(record.ticket, None)
 
@@ -224,7 +226,7 @@ class RunningRequests:
 
     def _forget(self, ticket: str, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]
-        record.begin_event(Event.FORGOTTEN)
+        record.begin_event(RequestEvent.FORGOTTEN)
         self._remove(record, now)
         if record.run is not None:
             reserved = record.run.reserved.with_cost(record.run.price)

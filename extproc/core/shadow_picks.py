@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Verdict = Literal["agreed", "differed", "refused", "unknown_endpoint", "not_chosen"]
 
 
-class ShadowPick(msgspec.Struct, frozen=True):
+class ShadowComparison(msgspec.Struct, frozen=True):
     """One comparison. ``theirs``: the other's first choice, empty if none was seen. ``ours``: why and where; None: ours
     would have refused the request. ``their_cost_s``: what their choice costs by our estimate, None if unknown.
     """
@@ -36,29 +36,29 @@ class ShadowPick(msgspec.Struct, frozen=True):
     their_cost_s: float | None = None
 
 
-def first_choice_of_other(head: RequestHead, seen: str) -> str:
+def other_picker_choice(head: RequestHead, seen: str) -> str:
     """The endpoint that the other picker wrote into the request's header, or into metadata (``seen``)."""
     return (head.headers.get(DESTINATION) or seen).partition(",")[0].strip()
 
 
 def compare_picks(
     core: Core, arrival: Arrival, attachment: GatewayProperties, theirs: str, now: float
-) -> tuple[ShadowPick, Collection[str]]:
+) -> tuple[ShadowComparison, Collection[str]]:
     """The comparison, and the addresses that the request has gone to. Nothing is changed."""
     server = arrival.pool.name
     if not theirs:
-        return ShadowPick(server, "not_chosen", "", None), ()
+        return ShadowComparison(server, "not_chosen", "", None), ()
     if arrival.pool.table.row_of(theirs) is None:
-        return ShadowPick(server, "unknown_endpoint", theirs, None), ()
+        return ShadowComparison(server, "unknown_endpoint", theirs, None), ()
     try:
         ours = core.explain(arrival, now, attachment=attachment)
     except Refusal:
-        return ShadowPick(server, "refused", theirs, None), (theirs,)
+        return ShadowComparison(server, "refused", theirs, None), (theirs,)
     if ours.addresses[:1] == (theirs,):
-        return ShadowPick(server, "agreed", theirs, ours, ours.cost_s), (theirs,)
+        return ShadowComparison(server, "agreed", theirs, ours, ours.cost_s), (theirs,)
     pinned = msgspec.structs.replace(attachment, subset=(theirs,))
     try:
         cost_s = core.explain(arrival, now, attachment=pinned).cost_s
     except Refusal:
         cost_s = None
-    return ShadowPick(server, "differed", theirs, ours, cost_s), (theirs,)
+    return ShadowComparison(server, "differed", theirs, ours, cost_s), (theirs,)

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.core.states import STEP_NAMES, State
+from extproc.core.request_states import STEP_NAMES, RequestState
 
 AttributeValue = str | int | float | tuple[str, ...]
 Attributes = Mapping[str, AttributeValue]
@@ -23,7 +23,7 @@ _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0
 _SAMPLED: Final = 1
 # The other states are no part of a decision.
 _PICK: Final = "pick"
-_STEPS: Final[Mapping[State, str]] = MappingProxyType({**STEP_NAMES, State.RUNNING: _PICK})
+_STEPS: Final[Mapping[RequestState, str]] = MappingProxyType({**STEP_NAMES, RequestState.RUNNING: _PICK})
 # A request goes from one step to the next a few times; if its configuration changes all the while, more often.
 _MOST_STEPS: Final = 32
 
@@ -59,7 +59,7 @@ class Trace(msgspec.Struct):
     _name: str = ""
     _since_s: float = 0.0
 
-    def enter_state(self, state: State, now: float) -> None:
+    def enter_state(self, state: RequestState, now: float) -> None:
         """The request has come into ``state``."""
         self.start_step(_STEPS.get(state, ""), now)
 

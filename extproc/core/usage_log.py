@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.api.charged_tokens import CLIENT_LEFT, ExpectedTokens
 from extproc.api.grpc_route import GRPC_ROUTE
-from extproc.api.usage_log import HTTP_ROUTE, FallbackUsage, UsageContext, UsageLine
-from extproc.api.used_tokens import CLIENT_LEFT, ExpectedTokens
+from extproc.api.usage_log import HTTP_ROUTE, FallbackContext, UsageContext, UsageLine
 from extproc.request.model_in_path import api_of_model_path
 from extproc.wire_protocol import APIS_BY_CALL, REQUEST_ID, SERVER_CLUSTER, api_of_path, truncate_name
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from extproc.admission.slo_classes import ObjectiveClass
     from extproc.api.admission import Band, FlowControl
     from extproc.api.pricing import Price
-    from extproc.core.request_record import Arrival, FallbackReserve, Outcome, RequestHead, RequestRecord
+    from extproc.core.request_record import Arrival, FallbackExpectation, Outcome, RequestHead, RequestRecord
     from extproc.errors import Refusal
     from extproc.scheduling.pool import Assignment
 
@@ -36,7 +36,7 @@ def usage_of_decision(
     expected: ExpectedTokens,
     price: Price | None,
     objectives: ObjectiveClass | None,
-    reserves: Mapping[str, FallbackReserve],
+    reserves: Mapping[str, FallbackExpectation],
     is_short: bool,
 ) -> UsageContext:
     """Of a request that goes to an engine. ``price``: in force when it arrived. ``reserves``: its fallbacks.
@@ -51,7 +51,8 @@ def usage_of_decision(
         price=price,
     )
     elsewhere = [
-        FallbackUsage(server, truncate_name(one.model), one.price, one.is_degraded) for server, one in reserves.items()
+        FallbackContext(server, truncate_name(one.model), one.price, one.is_degraded)
+        for server, one in reserves.items()
     ]
     degraded = arrival.destination.as_fallback.is_degraded or is_short
     return (
@@ -70,7 +71,7 @@ def usage_of_refusal(
     )
 
 
-def line_of_client_left(record: RequestRecord, head: RequestHead, context: UsageContext, outcome: Outcome) -> UsageLine:
+def client_left_line(record: RequestRecord, head: RequestHead, context: UsageContext, outcome: Outcome) -> UsageLine:
     """The line of a request of which Envoy knows nothing but that its client left. Its ticket is its id: no other
     request has it.
     """
@@ -137,7 +138,7 @@ def milliseconds(seconds: float) -> float:
     return round(seconds * 1000.0, 3)
 
 
-def usage_of_unparsed(head: RequestHead, subject: Subject, refusal: Refusal) -> UsageContext | None:
+def usage_of_unrouted_refusal(head: RequestHead, subject: Subject, refusal: Refusal) -> UsageContext | None:
     """Of a request that was refused before it was routed; None if it asked for no inference."""
     api = None
     if head.method == "POST":

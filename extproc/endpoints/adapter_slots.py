@@ -150,7 +150,7 @@ class AdapterSlots:
         """Whether this process or a peer loads it there."""
         return (row, adapter) in self._loading
 
-    def is_leaving(self, row: int, adapter: str) -> bool:
+    def is_unloading_by_peer(self, row: int, adapter: str) -> bool:
         """Whether a peer has just begun to unload it there."""
         return (row, adapter) in self._leaving
 
@@ -171,13 +171,13 @@ class AdapterSlots:
         slots = self.memory or self.slots or self._table.loras[row].max_active or self._learned.get(row)
         return math.inf if slots is None else slots - sum(map(self.adapter_size, self.adapters_held(row)))
 
-    def removable(self, row: int) -> Iterator[str]:
+    def removable_adapters(self, row: int) -> Iterator[str]:
         """Adapters there that can be loaded again, are not pinned or being loaded, and take requests."""
         for one in (self._served(row) & self.sources.keys()) - self.pinned:
             if (row, one) not in self._loading and (row, one) not in self._closed:
                 yield one
 
-    def in_flight(self, row: int, adapter: str) -> int:
+    def in_flight_count(self, row: int, adapter: str) -> int:
         """Requests of this process and its peers that were sent there for the adapter."""
         return self._in_flight[row, adapter]
 
@@ -192,7 +192,7 @@ class AdapterSlots:
         is_news = bool(table.reported_at_s[row] > self._ended_at_s.get((row, adapter), -math.inf))
         return is_news or table.has_foreign_requests
 
-    def used_at_s(self, row: int, adapter: str) -> float:
+    def last_used_at_s(self, row: int, adapter: str) -> float:
         """When a request for it last went there, or it was loaded."""
         return self._used_at_s.get((row, adapter), 0.0)
 
@@ -233,7 +233,7 @@ class AdapterSlots:
             self._closed.pop(key, None)
         self._note(row, adapter, now, is_there=change == "loaded")
 
-    def apply_recent_changes(self, row: int, models: frozenset[str], now: float) -> frozenset[str]:
+    def with_recent_changes(self, row: int, models: frozenset[str], now: float) -> frozenset[str]:
         """An engine's list of models, with what was changed while it was on its way."""
         self.expire(now)
         recent = {one: changed.is_there for (at, one), changed in self._changed.items() if at == row}

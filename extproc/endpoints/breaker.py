@@ -136,7 +136,7 @@ class Breaker(msgspec.Struct, frozen=True, array_like=True):
         """When the lease of the probe ends; ``now`` if there is no probe."""
         return max([now, *self.probes.values()])
 
-    def opened(self, key: str, now: float, *, needed: int, is_costly: bool = False) -> Breaker:
+    def after_opening(self, key: str, now: float, *, needed: int, is_costly: bool = False) -> Breaker:
         """It fails, or a probe has failed. ``key``: of what it is the breaker. ``needed``: successful probes that
         close it. ``is_costly``: it answers nothing, so that a probe costs a client its whole timeout; the first pause
         is longer.
@@ -148,56 +148,56 @@ class Breaker(msgspec.Struct, frozen=True, array_like=True):
         since_s = self.since_s if self.trips else now
         return Breaker(generation, trips, since_s, now, now + pause_s, needed, {}, self.not_before_s)
 
-    def closed(self, now: float) -> Breaker:
+    def after_closing(self, now: float) -> Breaker:
         """It works again."""
         return Breaker(self.generation + 1, changed_at_s=now, not_before_s=self.not_before_s)
 
     def reset(self, now: float) -> Breaker:
         """An operator says that nothing is wrong with it."""
-        return msgspec.structs.replace(self.closed(now), not_before_s=0.0)
+        return msgspec.structs.replace(self.after_closing(now), not_before_s=0.0)
 
-    def leased(self, ticket: str, now: float) -> Breaker:
+    def with_probe_lease(self, ticket: str, now: float) -> Breaker:
         """The request is its probe, and no other follows for a while."""
         probes = {**self.probes, ticket: now + max(_MIN_LEASE_S, _pause_s(self.trips))}
         if len(probes) > _MOST_PROBES:
             del probes[next(iter(probes))]
         return msgspec.structs.replace(self, probes=probes)
 
-    def stream_ended(self, ticket: str, now: float) -> Breaker:
+    def after_probe_stream(self, ticket: str, now: float) -> Breaker:
         """The probe is over; its outcome will come, or never."""
         until_s = self.probes.get(ticket)
         if until_s is None:
             return self
         return msgspec.structs.replace(self, probes={**self.probes, ticket: min(until_s, now + _OUTCOME_S)})
 
-    def released(self, ticket: str) -> Breaker:
+    def without_probe_lease(self, ticket: str) -> Breaker:
         """The probe has shown nothing: its client left, or the request was at fault. The next one may go."""
         if ticket not in self.probes:
             return self
         return msgspec.structs.replace(self, probes={one: end for one, end in self.probes.items() if one != ticket})
 
-    def succeeded(self, ticket: str, now: float) -> Breaker:
+    def after_success(self, ticket: str, now: float) -> Breaker:
         """A request of this generation was served."""
         if ticket not in self.probes:
             return self
         if self.needed <= 1:
-            return self.closed(now)
-        return msgspec.structs.replace(self.released(ticket), needed=self.needed - 1)
+            return self.after_closing(now)
+        return msgspec.structs.replace(self.without_probe_lease(ticket), needed=self.needed - 1)
 
-    def failed(self, ticket: str, key: str, now: float, *, needed: int, is_costly: bool = False) -> Breaker:
+    def after_failure(self, ticket: str, key: str, now: float, *, needed: int, is_costly: bool = False) -> Breaker:
         """A request of this generation was not served, which is reason enough to open. ``key`` and the others: see
-        ``opened``. While it is open only probes count: others were on their way, or had no better place to go.
+        ``after_opening``. While it is open only probes count: others were on their way, or had no better place to go.
         """
         if self.trips and ticket not in self.probes:
             return self
-        return self.opened(key, now, needed=needed, is_costly=is_costly)
+        return self.after_opening(key, now, needed=needed, is_costly=is_costly)
 
-    def held_off(self, seconds: float, now: float) -> Breaker:
+    def after_pause_request(self, seconds: float, now: float) -> Breaker:
         """It has asked for a pause of ``seconds``."""
         until_s = now + min(_LONGEST_WAIT_S, max(0.0, seconds))
         return self if until_s <= self.not_before_s else msgspec.structs.replace(self, not_before_s=until_s)
 
-    def shifted(self, by_s: float) -> Breaker:
+    def with_clock_shift(self, by_s: float) -> Breaker:
         """The same by another clock."""
         return Breaker(
             self.generation,
@@ -249,7 +249,7 @@ class ProbeTurns:
         self._name = name
         self._others = others
 
-    def probe_at_s(self, breaker: Breaker, key: str, now: float) -> float:
+    def next_probe_at_s(self, breaker: Breaker, key: str, now: float) -> float:
         """The next instant, ``now`` or later, at which this process may begin a probe. ``key``: of what it is the
         breaker.
         """

@@ -54,7 +54,7 @@ def refresh_retry_times(table: EndpointTable, now: float, server: str, turns: Pr
         if breaker.is_steadily_closed(now):
             table.unsettled.remove(row)
         elif breaker.trips:
-            table.retry_at_s[row] = turns.probe_at_s(breaker, breaker_key(server, table.addresses[row]), now)
+            table.retry_at_s[row] = turns.next_probe_at_s(breaker, breaker_key(server, table.addresses[row]), now)
     table.has_failures = bool(table.unsettled)
 
 
@@ -68,14 +68,14 @@ def begin_probe(table: EndpointTable, row: int, ticket: str, now: float) -> Brea
     breaker = table.breakers[row]
     if breaker.state(now) is not BreakerState.HALF_OPEN or table.retry_at_s[row] > now:
         return table.passes[row]
-    return repeat_probe(table, row, BreakerPass(breaker.generation, ticket), now)
+    return record_probe(table, row, BreakerPass(breaker.generation, ticket), now)
 
 
-def repeat_probe(table: EndpointTable, row: int, passed: BreakerPass, now: float) -> BreakerPass:
+def record_probe(table: EndpointTable, row: int, passed: BreakerPass, now: float) -> BreakerPass:
     """A probe has begun, here or in another process. Returns its pass."""
     breaker = table.breakers[row]
     if passed.ticket and breaker.trips and passed.generation == breaker.generation:
-        set_breaker(table, row, breaker.leased(passed.ticket, now))
+        set_breaker(table, row, breaker.with_probe_lease(passed.ticket, now))
         table.retry_at_s[row] = table.breakers[row].leased_until_s(now)
     return passed
 
@@ -85,7 +85,7 @@ def end_probe(table: EndpointTable, endpoint: EndpointRef, now: float) -> None:
     if table.is_current(endpoint):
         breaker = table.breakers[endpoint.row]
         if breaker.is_current(endpoint.passed, now):
-            set_breaker(table, endpoint.row, breaker.stream_ended(endpoint.passed.ticket, now))
+            set_breaker(table, endpoint.row, breaker.after_probe_stream(endpoint.passed.ticket, now))
 
 
 def breaker_ranks(table: EndpointTable, now: float, rng: random.Random | None = None) -> Floats | None:

@@ -84,17 +84,17 @@ class EndpointHealth(msgspec.Struct):
         self.number += 1
         self.asked_by = ((tenant, self.number), *[one for one in self.asked_by if one[0] != tenant][:1])
 
-    def check_refusals(self, now: float) -> None:
+    def start_refusal_check(self, now: float) -> None:
         """It refuses a request, and it is not known whether the others would: have them asked for a while."""
         self.checks_refusals_until_s = now + _CHECKS_REFUSALS_S
 
-    def accept_refusal(self, tenant: str, request: int) -> bool:
+    def should_count_refusal(self, tenant: str, request: int) -> bool:
         """Whether a refusal that no other endpoint could check says something of the endpoint, and not of the request
         alone; it is remembered then. ``request``: a hash of its prompt.
         """
-        return not self.is_repeated(request) and self.accept_failure(tenant)
+        return not self.is_repeated(request) and self.should_count_failure(tenant)
 
-    def accept_failure(self, tenant: str) -> bool:
+    def should_count_failure(self, tenant: str) -> bool:
         """Whether a failure that ``tenant`` met counts; it is remembered then.
 
         A tenant has one voice: its failures count no more than all that others met, and one. But where nobody else

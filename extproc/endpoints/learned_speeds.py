@@ -69,7 +69,7 @@ class RelativeLeastSquares:
         self._vector = np.zeros(features)
         self._samples = 0
 
-    def assume(self, features: list[float], seconds: float, *, weight: float) -> None:
+    def add_prior(self, features: list[float], seconds: float, *, weight: float) -> None:
         """Add a sample of prior knowledge, without forgetting others."""
         row = np.array(features) / seconds
         self._matrix += weight * np.outer(row, row)
@@ -79,7 +79,7 @@ class RelativeLeastSquares:
         """Add a measured sample; returns new coefficients after every few samples, else None."""
         self._matrix *= _FORGETTING
         self._vector *= _FORGETTING
-        self.assume(features, seconds, weight=weight)
+        self.add_prior(features, seconds, weight=weight)
         self._samples += 1
         if self._samples % _SOLVE_EVERY:
             return None
@@ -178,7 +178,7 @@ class PromptCost:
         for tokens in _PRIOR_PROMPTS:
             pairs = tokens * tokens / 2
             seconds = (_PRIOR_OVERHEAD + tokens + pairs / INITIAL_ATTENTION) / INITIAL_PREFILL_RATE
-            self._fit.assume(_prompt_features(tokens, pairs), seconds, weight=_PRIOR_ANSWERS / len(_PRIOR_PROMPTS))
+            self._fit.add_prior(_prompt_features(tokens, pairs), seconds, weight=_PRIOR_ANSWERS / len(_PRIOR_PROMPTS))
 
     def prefill_work(self, uncached: Number, cached: Number) -> Number:
         """The prefill work of a prompt, in tokens of a short prompt.
@@ -307,7 +307,7 @@ class DecodeSpeed(AnswerCost):
 def _decode_prior(scale: float) -> RelativeLeastSquares:
     fit = RelativeLeastSquares(2)
     for tokens in _PRIOR_LOADS:
-        fit.assume(_decode_features(tokens), scale * _prior_tpot_s(tokens), weight=_PRIOR_WEIGHT)
+        fit.add_prior(_decode_features(tokens), scale * _prior_tpot_s(tokens), weight=_PRIOR_WEIGHT)
     return fit
 
 

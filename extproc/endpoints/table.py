@@ -276,7 +276,7 @@ class EndpointTable:
             column = self._cached_columns[key] = compute()
         return column
 
-    def not_draining(self) -> Bools:
+    def rows_not_draining(self) -> Bools:
         """The rows that are not draining."""
         return self.cached_column("staying", lambda: np.array([not one.is_draining for one in self.configs]))
 

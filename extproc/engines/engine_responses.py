@@ -92,7 +92,7 @@ class _Loaded(msgspec.Struct, frozen=True):
     saturation: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
 
-def parse_load(body: bytes) -> float:
+def parse_gateway_load(body: bytes) -> float:
     """How full the engines of a model are, of another gateway's ``GET /v1/models/NAME``. Raises Unreadable."""
     found = parse_json(_loaded, body, "what the provider reports of the model").saturation
     if found is None:
@@ -281,7 +281,7 @@ class _Rank(msgspec.Struct):
     engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
-class BootstrapEngine(msgspec.Struct, frozen=True):
+class BootstrapEngineId(msgspec.Struct, frozen=True):
     """What a prefill engine is called by others. ``rank``: of the data-parallel rank that must compute the prompt, None
     if there is one only.
     """
@@ -290,14 +290,14 @@ class BootstrapEngine(msgspec.Struct, frozen=True):
     rank: int | None = None
 
 
-def parse_bootstrap_engines(body: bytes) -> tuple[BootstrapEngine, ...]:
+def parse_bootstrap_engines(body: bytes) -> tuple[BootstrapEngineId, ...]:
     """The ranks of an engine, as Mooncake's bootstrap server lists them (``GET /query``). Raises Unreadable."""
     ranks = parse_json(_ranks, body, "the list of ranks")
     if not ranks:
         raise UnreadableResponse("the list of ranks is empty; see whether the engine has started")
     if len(ranks) == 1:
-        return tuple([BootstrapEngine(one.engine_id) for one in ranks.values()])
-    return tuple([BootstrapEngine(one.engine_id, rank) for rank, one in sorted(ranks.items())])
+        return tuple([BootstrapEngineId(one.engine_id) for one in ranks.values()])
+    return tuple([BootstrapEngineId(one.engine_id, rank) for rank, one in sorted(ranks.items())])
 
 
 def is_engine_error(status: int) -> bool:

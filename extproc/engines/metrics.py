@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.engines.dialects import MetricName
-from extproc.engines.prometheus_text import RARE_PAGES, MetricSeries, MetricsPageRefused, sample_labels, sample_value
+from extproc.engines.prometheus_text import RARE_PAGES, MetricScanner, MetricsPageRefused, sample_labels, sample_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -121,14 +121,17 @@ class MetricsReader:
             """Some engines have none."""
             return dialect.sources.get(family, ())
 
-        self._waiting = MetricSeries(sources("waiting_requests"))
-        self._running = MetricSeries(sources("running_requests"))
-        self._kv_usage = MetricSeries(sources("kv_cache_usage_ratio"))
+        self._waiting = MetricScanner(sources("waiting_requests"))
+        self._running = MetricScanner(sources("running_requests"))
+        self._kv_usage = MetricScanner(sources("kv_cache_usage_ratio"))
         self._ttft = _HistogramMean(sources("time_to_first_token_seconds"))
         self._tpot = _HistogramMean(sources("inter_token_latency_seconds"))
-        self._loras = MetricSeries(_named(dialect.lora_info), most_series=_MOST_LORA_SERIES)
-        self._cache_info = MetricSeries(_named(dialect.cache_info))
-        self._block_size, self._blocks = MetricSeries(_named(dialect.block_size)), MetricSeries(_named(dialect.blocks))
+        self._loras = MetricScanner(_named(dialect.lora_info), most_series=_MOST_LORA_SERIES)
+        self._cache_info = MetricScanner(_named(dialect.cache_info))
+        self._block_size, self._blocks = (
+            MetricScanner(_named(dialect.block_size)),
+            MetricScanner(_named(dialect.blocks)),
+        )
         self._labels = (dialect.block_label, dialect.blocks_label)
         self._pages = 0
 
@@ -194,7 +197,7 @@ class MetricSelector:
             re.compile(rb"[{,] ?%b" % re.escape(f'{label.strip()}="{value.strip(chr(32) + chr(34))}"').encode())
             for label, _, value in pairs
         ]
-        self._series = MetricSeries(_named(name.strip()))
+        self._series = MetricScanner(_named(name.strip()))
 
     def value(self, page: bytes) -> float:
         """NaN if the page has no such series."""
@@ -218,7 +221,7 @@ class _HistogramMean:
     __slots__ = ("_before", "_count", "_sum")
 
     def __init__(self, sources: tuple[MetricName, ...]) -> None:
-        self._sum, self._count = MetricSeries(sources, "_sum"), MetricSeries(sources, "_count")
+        self._sum, self._count = MetricScanner(sources, "_sum"), MetricScanner(sources, "_count")
         self._before: tuple[float, float] | None = None
 
     def since(self, page: bytes) -> _HistogramChange:

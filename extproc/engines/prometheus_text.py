@@ -32,7 +32,7 @@ class MetricsPageRefused(ValueError):
     """A page has more of something than any engine's; the message names it, and what to do."""
 
 
-class MetricSeries:
+class MetricScanner:
     """The series of one metric on successive pages: the first of several sources found.
 
     They are adjacent lines, but for histograms (``suffix``), where the lines of each rank or model follow each other.

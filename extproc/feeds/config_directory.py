@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from extproc.api.addresses import join_host_port, parse_address
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.make_before_break import DrainingRoutedServers, WarmingEngines
 from extproc.api.status_pages import ConfigReport
 from extproc.http_body import read_at_most
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from extproc.api.config_loader import ConfigSource
     from extproc.api.snapshot import Snapshot
     from extproc.core.core import Core
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class DirectoryFeed:
 
     async def _new_engines_are_usable(self) -> bool:
         """Whether Envoy has, or should have, another of the engines that are warming."""
-        servers = self._warming.overdue_servers(self._clock())
+        servers = self._warming.servers_to_confirm(self._clock())
         if not servers:
             return False
         known = await self._query_envoy(self._core.snapshot.gateway.admin, servers)

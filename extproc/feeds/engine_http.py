@@ -22,8 +22,8 @@ import msgspec
 
 from extproc.api.addresses import parse_endpoint
 from extproc.engines.engine_responses import UnreadableResponse
+from extproc.file_reloading import Reloadable
 from extproc.http_body import read_at_most
-from extproc.reload import Reloadable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Final
 from extproc.api.addresses import parse_address
 from extproc.api.snapshot import scrape_interval_factor, scrape_interval_warnings
 from extproc.core.peer_events import EngineReported
-from extproc.engines.engine_responses import UnreadableResponse, parse_load, parse_model_list
+from extproc.engines.engine_responses import UnreadableResponse, parse_gateway_load, parse_model_list
 from extproc.engines.metrics import EngineMetrics, EngineReport, MetricsReader
 from extproc.engines.prometheus_text import MetricsPageRefused
-from extproc.feeds.http_get import PersistentConnection, get_request
+from extproc.feeds.http_get import PersistentConnection, encode_get_request
 
 if TYPE_CHECKING:
     import random
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from extproc.core.core import Core
     from extproc.engines.dialects import Dialect
     from extproc.feeds.engine_http import EngineCredentials
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
     from extproc.scheduling.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def _basis(pool: Pool) -> object:
     return spec.engine, spec.provider, pool.scrape_config, spec.connection, pool.metrics
 
 
-class ByteBudget:
+class ScrapeByteBucket:
     """A token bucket of the bytes of pages, for a second at most. It may be overdrawn."""
 
     def __init__(self, now: float) -> None:
@@ -136,7 +136,7 @@ class EngineScraper:
         # by the time at which each is due; an entry whose engine has another time by now is void
         self._due: list[tuple[float, int, _Poll]] = []
         self._numbers = itertools.count()
-        self.budget = ByteBudget(clock())
+        self.budget = ScrapeByteBucket(clock())
         # engines with long pages that are due, with the time at which each was
         self._held: deque[tuple[float, _Poll]] = deque()
         self._most_connections = most_connections
@@ -163,12 +163,12 @@ class EngineScraper:
                     for poll in followed.polls.values():
                         poll.stop()
 
-    def wait_until(self, at_s: float, poll: _Poll) -> None:
+    def schedule_poll(self, at_s: float, poll: _Poll) -> None:
         """The engine is due then, and not before."""
         poll.next_at_s = at_s
         heapq.heappush(self._due, (at_s, next(self._numbers), poll))
 
-    def may_stay_open(self, poll: _Poll) -> bool:
+    def try_keep_open(self, poll: _Poll) -> bool:
         """Whether the engine's connection may stay open: descriptors are left for Envoy's."""
         if poll not in self._kept and len(self._kept) < self._most_connections:
             self._kept.add(poll)
@@ -326,7 +326,7 @@ class _Poll:
         self._loop = asyncio.get_running_loop()
         # spread the first scrapes over an interval
         self.next_at_s = math.inf
-        scraper.wait_until(clock() + self._pause_s * rng.random(), self)
+        scraper.schedule_poll(clock() + self._pause_s * rng.random(), self)
         self._connecting: asyncio.Task[None] | None = None
         # the last warnings, not to be repeated until they change or the engine has answered again
         self._said = self._models_said = ""
@@ -355,7 +355,7 @@ class _Poll:
         self._is_scraping = True
         self._asked_at_s = now
         self._scraper.budget.spend(self._expected)
-        self._scraper.wait_until(now + _TIMEOUT_S, self)
+        self._scraper.schedule_poll(now + _TIMEOUT_S, self)
         try:
             self._start(now)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other engines are scraped
@@ -364,7 +364,7 @@ class _Poll:
     def _time_out(self, now: float) -> None:
         if self._connecting is not None and not self._connecting.done():
             # that has its own timeout
-            self._scraper.wait_until(now + _TICK_S, self)
+            self._scraper.schedule_poll(now + _TICK_S, self)
             return
         message = f"no answer within {_TIMEOUT_S:g} s"
         connection = self._models_connection if self._is_apart and self._reads_models else self._connection
@@ -404,12 +404,12 @@ class _Poll:
             self._reads_models = False
             self._failed(_unforeseen(error), error)
             return
-        models_request = get_request(self._host, port, _MODELS_PATH, access.authorization)
+        models_request = encode_get_request(self._host, port, _MODELS_PATH, access.authorization)
         if is_other:
             self._models_connection = connection
             connection.send_request(models_request)
             return
-        self._metrics_request = get_request(
+        self._metrics_request = encode_get_request(
             self._host, port, self._metrics_path, access.authorization, authority=self._authority
         )
         self._models_request = models_request
@@ -457,8 +457,8 @@ class _Poll:
         self._is_scraping = False
         # counted from the start of the last scrape; ticks are half a tick late on average
         pause_s = self._pause_s * self._rng.uniform(0.9, 1.1) - _TICK_S / 2
-        self._scraper.wait_until(self._asked_at_s + pause_s, self)
-        if self._connection is not None and not self._scraper.may_stay_open(self):
+        self._scraper.schedule_poll(self._asked_at_s + pause_s, self)
+        if self._connection is not None and not self._scraper.try_keep_open(self):
             self._connection.abort()
 
     def _resume(self, page_bytes: int = 0) -> None:
@@ -473,7 +473,9 @@ class _Poll:
             if self._reads_models:
                 self._take_models(body)
             elif self._authority:
-                self._take_report(EngineMetrics(EngineReport(load=parse_load(body)), None, has_restarted=False), body)
+                self._take_report(
+                    EngineMetrics(EngineReport(load=parse_gateway_load(body)), None, has_restarted=False), body
+                )
             else:
                 self._take_metrics(body)
         except (MetricsPageRefused, UnreadableResponse) as error:

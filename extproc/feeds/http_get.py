@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING, Final, cast
 
 from extproc.api.addresses import join_host_port
-from extproc.api.errors import replace_unprintable
+from extproc.api.config_errors import replace_unprintable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -39,7 +39,7 @@ class BadResponse(Exception):
     """The answer is no page; the message has the reason."""
 
 
-def get_request(host: str, port: int, path: str, authorization: str = "", *, authority: str = "") -> bytes:
+def encode_get_request(host: str, port: int, path: str, authorization: str = "", *, authority: str = "") -> bytes:
     """The bytes of a GET request for ``path``. ``authorization``: the header's value, if any. ``authority``: the
     server's name, if not its address.
     """

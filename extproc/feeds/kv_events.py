@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from extproc.api.model_server import StaticEndpoint
     from extproc.core.core import Core
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
     from extproc.scheduling.pool import Pool
     from extproc.task_supervisor import Supervisor
 
@@ -382,7 +382,7 @@ def _number(frames: Sequence[bytes]) -> int:
 
 def _is_old(stream: KvStream, frames: Sequence[bytes]) -> bool:
     try:
-        return stream.is_old(_number(frames))
+        return stream.was_applied(_number(frames))
     except UnreadableEvents:
         # the consumer of the message raises the same error
         return False

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from extproc.core.payload_log import ByteCapacity, PayloadCapture, capture_events, is_sampled, start_capture
-from extproc.line_writer import LineWriter, count_on_loop
+from extproc.line_writer import LineWriter, call_on_loop
 from extproc.metrics.exposition import Counters
 from extproc.task_supervisor import Backoff
 
@@ -145,7 +145,7 @@ class PayloadExporter:
     async def _append(self, path: str, events: list[CloudEvent]) -> None:
         if self._file is None or self._file[0] != path:
             await self._close_sink()
-            self._file = path, LineWriter(Path(path), count_on_loop(asyncio.get_running_loop(), self._count_lines))
+            self._file = path, LineWriter(Path(path), call_on_loop(asyncio.get_running_loop(), self._count_lines))
         for event in events:
             data = b"" if event.data is None else b',"data":' + event.data
             self._file[1].enqueue(msgspec.json.encode(event.attributes)[:-1] + data + b"}\n")

@@ -30,7 +30,7 @@ import aiohttp
 import msgspec
 
 from extproc.core.request_record import PrefillResult
-from extproc.engines.engine_responses import BootstrapEngine, UnreadableResponse, parse_bootstrap_engines
+from extproc.engines.engine_responses import BootstrapEngineId, UnreadableResponse, parse_bootstrap_engines
 from extproc.feeds.engine_http import EngineHttp
 from extproc.task_supervisor import FailureLog
 from extproc.wire_protocol import DATA_PARALLEL_RANK
@@ -72,7 +72,7 @@ class _Query(msgspec.Struct, frozen=True):
     """What a bootstrap server has answered, or the failure, until ``until_s``."""
 
     until_s: float
-    ranks: Sequence[BootstrapEngine] = ()
+    ranks: Sequence[BootstrapEngineId] = ()
     failure: Literal["", "unreachable", "unreadable"] = ""
     detail: str = ""
 
@@ -261,7 +261,7 @@ class PrefillClient:
             self._ids.forget(query)
         return result
 
-    async def _answer(self, ask: Prefill, engine: BootstrapEngine | None) -> PrefillResult:
+    async def _answer(self, ask: Prefill, engine: BootstrapEngineId | None) -> PrefillResult:
         """``engine``: what it is called by others, and which of its ranks is to prefill; None: this need not be
         known.
         """
@@ -297,7 +297,7 @@ class PrefillClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _post(self, ask: Prefill, engine: BootstrapEngine | None) -> EngineResponse | None:
+    async def _post(self, ask: Prefill, engine: BootstrapEngineId | None) -> EngineResponse | None:
         """None: the engine's ModelServer is not configured any more."""
         rank = {} if engine is None or engine.rank is None else {DATA_PARALLEL_RANK: str(engine.rank)}
         for number in range(1, _TRIES + 1):

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from extproc.admission.buckets import BucketLevel, Reservation, SharedStoreCopy
-from extproc.admission.limits import Charge, Grant, StoreUnavailable, Usage
+from extproc.admission.limits import Charge, Grant, RequestUsage, StoreUnavailable
 from extproc.admission.refusals import limit_refusal
-from extproc.api.errors import one_line
+from extproc.api.config_errors import one_line
 from extproc.replication.buses import redis_client
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.buckets import BucketReport, Limit
     from extproc.errors import Refusal
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
 
 # fill() reads a bucket, adds the inflow until now and subtracts the process's debt. A bucket that does not exist is
 # full, or Redis has lost it: it begins with the most that the process states is left. Another process may have seen
@@ -291,7 +291,7 @@ class _Settlement(msgspec.Struct, frozen=True):
 
     number: int
     grant: Grant
-    used: Usage | None
+    used: RequestUsage | None
 
 
 class UnexpectedReply(Exception):
@@ -377,7 +377,7 @@ class RedisLimits:
         """Of the budgets in Redis, as last known."""
         return [BucketLevel(*one) for one in self._memory.budget_levels()]
 
-    def settle(self, grant: Grant, used: Usage | None) -> None:
+    def settle(self, grant: Grant, used: RequestUsage | None) -> None:
         """Settle a grant in the background, in a batch with others."""
         self._settled += 1
         self._settlements.append(_Settlement(self._settled, grant, used))
@@ -431,10 +431,10 @@ class RedisLimits:
     def _away(self, charges: Sequence[Charge]) -> StoreUnavailable:
         now, memory = self._clock(), self._memory
         keys = [(charge.key, charge.limit) for charge in charges]
-        return StoreUnavailable([memory.max_level(*one, now) - memory.unpaid_level(*one) for one in keys])
+        return StoreUnavailable([memory.max_level(*one, now) - memory.untold_debt(*one) for one in keys])
 
     def _state(self, charges: Sequence[Charge], now: float) -> list[BucketReport]:
-        return [self._memory.report(charge.key, charge.limit, now) for charge in charges]
+        return [self._memory.make_bucket_report(charge.key, charge.limit, now) for charge in charges]
 
     def _note_levels(
         self, charges: Sequence[Charge], stated: Sequence[BucketReport], levels: Sequence[float], store_at_s: float
@@ -488,7 +488,7 @@ class RedisLimits:
         """Lower one batch of budgets; what fails is repeated."""
         batch = [one for _, one in zip(range(_BATCH_SIZE), self._levels.values(), strict=False)]
         now = self._clock()
-        stated = [self._memory.report(one.key, one.limit, now) for one in batch]
+        stated = [self._memory.make_bucket_report(one.key, one.limit, now) for one in batch]
         try:
             async with asyncio.timeout(1.0), self._redis.pipeline(transaction=False) as pipe:
                 for one, statement in zip(batch, stated, strict=True):
@@ -552,7 +552,7 @@ class RedisLimits:
                 again.append(_Settlement(one.number, part, one.used))
         self._settlements.extendleft(reversed(again))
 
-    def _record_overruns(self, charges: Sequence[Charge], used: Usage | None) -> None:
+    def _record_overruns(self, charges: Sequence[Charge], used: RequestUsage | None) -> None:
         """Record as debt by how much the usage exceeded the reservation."""
         if used is None:
             return

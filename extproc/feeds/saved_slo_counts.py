@@ -83,9 +83,9 @@ class SavedSloCounts:
         """Save until cancelled."""
         while True:
             await asyncio.sleep(_PAUSE_S if self._is_loaded or self._has_successor else _WAIT_S)
-            self.update()
+            self.adopt_predecessor_counts()
 
-    def update(self) -> None:
+    def adopt_predecessor_counts(self) -> None:
         """Add what a predecessor has handed over or left, and save."""
         self.load()
         self._add_remainders()

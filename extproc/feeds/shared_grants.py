@@ -72,7 +72,7 @@ class _Granted(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class SharedGrants:
+class MmapGrantLedger:
     """Those of the processes with the same ``directory``. ``process``: names this one among them. ``clock``: the same
     for all of them.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from extproc.core.request_record import Arrival
     from extproc.endpoints.table import EndpointTable
     from extproc.feeds.engine_http import EngineCredentials
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
     from extproc.scheduling.pool import Pool
 
 log = logging.getLogger(__name__)

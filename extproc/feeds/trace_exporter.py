@@ -15,7 +15,7 @@ import ssl
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
-from extproc.api.addresses import join_host_port, parse_target
+from extproc.api.addresses import join_host_port, parse_envoy_upstream
 from extproc.core.trace import TraceStep
 from extproc.task_supervisor import Backoff
 from extproc.wire_protocol import TRACES_PATH
@@ -287,7 +287,7 @@ class OtlpHttpClient:
 
         tls = tracing.tls
         context = ssl.create_default_context(cafile=files / tls.ca_file) if tls is not None else False
-        target = parse_target(tracing.endpoint)
+        target = parse_envoy_upstream(tracing.endpoint)
         scheme = "http" if tls is None else "https"
         self._url = f"{scheme}://{join_host_port(target.host, target.port)}{TRACES_PATH}"
         self._server_name = None if tls is None else tls.server_name
@@ -320,7 +320,7 @@ class OtlpGrpcClient:
     def __init__(self, tracing: Tracing, files: Path) -> None:
         import grpc.aio  # noqa: PLC0415 - a thread of its own, and 20 MB
 
-        tls, target = tracing.tls, parse_target(tracing.endpoint)
+        tls, target = tracing.tls, parse_envoy_upstream(tracing.endpoint)
         address = join_host_port(target.host, target.port)
         options: list[tuple[str, object]] = [
             ("grpc.max_receive_message_length", _MOST_ANSWER_BYTES),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extproc.api.usage_log import LEFT_SUFFIX
-from extproc.line_writer import LineWriter, count_on_loop
+from extproc.line_writer import LineWriter, call_on_loop
 from extproc.metrics.exposition import Counters
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class UsageLogWriter:
     def _begin(self, path: str) -> None:
         if self._file is not None:
             self._closing = self._loop.run_in_executor(None, self._file[1].close)
-        self._file = path, LineWriter(Path(f"{path}{LEFT_SUFFIX}"), count_on_loop(self._loop, self._count))
+        self._file = path, LineWriter(Path(f"{path}{LEFT_SUFFIX}"), call_on_loop(self._loop, self._count))
 
     def _count(self, result: LineResult, number: int) -> None:
         self._counts.add_amount(number, result)

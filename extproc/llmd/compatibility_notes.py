@@ -20,7 +20,7 @@ from extproc.api.picker_flow_control import (
 )
 from extproc.llmd.plugin_types import ACCEPTED, tier_capacities
 from extproc.scheduling.metrics_source import EngineConfig
-from extproc.scheduling.plugins.attributes import EndpointAttributeFilter, EndpointAttributeScorer
+from extproc.scheduling.plugins.endpoint_attribute_plugins import EndpointAttributeFilter, EndpointAttributeScorer
 from extproc.scheduling.plugins.label_plugins import RANGE_LABEL, context_range
 
 if TYPE_CHECKING:

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.decode import read_picker_file
-from extproc.api.errors import ConfigInvalid
-from extproc.llmd.checks import config_mistakes
 from extproc.llmd.compatibility_notes import config_notes, effective_parameters, server_notes
+from extproc.llmd.picker_config_checks import config_mistakes
 from extproc.llmd.plugin_types import installed_plugins, tier_capacities
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.picker import PluginFailed
 from extproc.scheduling.picker_cache import default_picker
-from extproc.scheduling.picker_spec import ChosenPlugin, PickerSpec, ProfileSpec, build_configured_picker
+from extproc.scheduling.picker_spec import ConfiguredPlugin, PickerSpec, ProfileSpec, build_configured_picker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from extproc.api.errors import Finding, Mistake
+    from extproc.api.config_errors import Finding, Mistake
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.picker_config import EndpointPickerConfig, PickerFile
     from extproc.api.snapshot import Snapshot
@@ -80,7 +80,7 @@ def to_picker_spec(config: EndpointPickerConfig, known: Mapping[str, PluginType]
     } or {"default": tuple((spec.effective_name, 1.0) for spec in config.plugins)}
     return PickerSpec(
         plugins=tuple(
-            ChosenPlugin(spec.effective_name, known[spec.type], effective_parameters(spec, known[spec.type].cls))
+            ConfiguredPlugin(spec.effective_name, known[spec.type], effective_parameters(spec, known[spec.type].cls))
             for spec in config.plugins
         ),
         profiles=tuple(ProfileSpec(name, plugins) for name, plugins in profiles.items()),

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.admission.budgets import BudgetKey
 from extproc.core.effects import ClientLeft, GuardAnswered
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.errors import BudgetSpent
 from extproc.metrics.exposition import (
-    ConfiguredNames,
     Counters,
     DeferredHistogram,
     DeferredHistograms,
     MetricFamily,
     PiecewiseCollector,
+    StaleSeriesRemover,
 )
 from extproc.metrics.label_cardinality import BusiestNames
 
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from extproc.core.effects import (
         Decision,
         EngineStarted,
+        OutcomeJoined,
         Prefill,
         PrefillEnded,
         RequestRefused,
-        RequestSettled,
         SoftBudgetPassed,
     )
     from extproc.core.request_record import AdapterLoadResult
     from extproc.scheduling.pool import Pool
 
 # How many requests wait in a state, by ModelServer.
-WaitingIn = Callable[[State], Mapping[str, int]]
+WaitingIn = Callable[[RequestState], Mapping[str, int]]
 _START_BUCKETS: Final = (1, 2.5, 5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 600, 1200, 1800, 3600)
 # Adapters and queues have families of their own: with zeros, and by band.
 _BY_STATE: Final = {
-    State.AWAITING_ENGINE: MetricFamily(
+    RequestState.AWAITING_ENGINE: MetricFamily(
         "attache_activation_waiting", "Requests that wait because no engine can take them.", ("server",)
     ),
 }
@@ -122,10 +122,12 @@ class _WaitingSeries(PiecewiseCollector):
     def __init__(self, waiting_in: WaitingIn) -> None:
         self._waiting_in = waiting_in
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """Of ModelServers that requests wait for now."""
         for state, family in _BY_STATE.items():
-            yield from family.pieces(family.line((server,), count) for server, count in self._waiting_in(state).items())
+            yield from family.exposition_chunks(
+                family.line((server,), count) for server, count in self._waiting_in(state).items()
+            )
 
 
 class AdapterMetrics:
@@ -201,7 +203,7 @@ class PrefillMetrics:
         self._legs.add(ended.server, ended.leg.outcome)
         self._seconds.observe(ended.leg.took_s, ended.server)
 
-    def count_answer(self, settled: RequestSettled) -> None:
+    def count_answer(self, settled: OutcomeJoined) -> None:
         """What became of a prompt that another engine had computed."""
         if settled.prefilled_by:
             self._answers.add(settled.server, _use_of_prefill(settled))
@@ -211,7 +213,7 @@ class PrefillMetrics:
         self._whole.add(decision.server, decision.history.whole)
 
 
-def _use_of_prefill(settled: RequestSettled) -> str:
+def _use_of_prefill(settled: OutcomeJoined) -> str:
     """Engines count what they fetched as cached. One that could fetch nothing may answer all the same, unless it had
     the request beside the prefill: such engines compute no prompts.
     """
@@ -239,9 +241,9 @@ class _PrefillSeries(PiecewiseCollector):
             for gone in [one for one, count in self._in_flight.items() if not count and one not in names]:
                 del self._in_flight[gone]
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """Of ModelServers that have had a prefill requested."""
-        return _PREFILLS_IN_FLIGHT.pieces(
+        return _PREFILLS_IN_FLIGHT.exposition_chunks(
             _PREFILLS_IN_FLIGHT.line((server,), count) for server, count in list(self._in_flight.items())
         )
 
@@ -254,13 +256,13 @@ class _AdapterSeries(PiecewiseCollector):
     def __init__(self, pools: Callable[[], Iterable[Pool]]) -> None:
         self._pools = pools
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """Of ModelServers with adapters on demand."""
         pools = [(pool, slots) for pool in self._pools() if (slots := pool.slots) is not None]
-        yield from _WAITING_FOR_ADAPTER.pieces(
+        yield from _WAITING_FOR_ADAPTER.exposition_chunks(
             _WAITING_FOR_ADAPTER.line((pool.name,), slots.waiting) for pool, slots in pools
         )
-        yield from _ADAPTERS_HELD.pieces(
+        yield from _ADAPTERS_HELD.exposition_chunks(
             _ADAPTERS_HELD.line((pool.name, address), len(slots.adapters_held(row)))
             for pool, slots in pools
             for address, row in zip(pool.table.active_addresses, pool.table.active_rows, strict=True)
@@ -366,7 +368,7 @@ class AdmissionMetrics:
         if history.queued is None:
             return
         band = self._band(decision.server, history.queued)
-        self._waits.observe(history.waits.get(State.QUEUED, 0.0), decision.server, band)
+        self._waits.observe(history.waits.get(RequestState.QUEUED, 0.0), decision.server, band)
         if history.was_held:
             self._ends.add(decision.server, band, "sent")
 
@@ -390,12 +392,12 @@ class AdmissionMetrics:
         elif effect.charge.budget is not None:
             self._passed.add(effect.charge.budget.key)
 
-    def observe_settlement(self, settled: RequestSettled) -> None:
+    def observe_settlement(self, settled: OutcomeJoined) -> None:
         """Record a request's tokens and its cost."""
         if settled.fell_back_from:
             refused = [kind for address, kind in settled.outcome.refused.items() if address != settled.outcome.served]
             self._fallbacks.add(settled.server, refused[0].replace("-", "_") if refused else "failed")
-        tenant, used = self._tenants.shown(settled.tenant), settled.used
+        tenant, used = self._tenants.shown_name(settled.tenant), settled.used
         cached = min(settled.outcome.cached_tokens or 0, used.input_tokens)
         for name, tokens in (("prompt", used.input_tokens), ("cached", cached), ("output", used.output_tokens)):
             if tokens:
@@ -442,13 +444,13 @@ class BudgetSeries(PiecewiseCollector):
         self,
         levels: Callable[[], Iterable[BucketLevel]],
         wall_clock: Callable[[], float],
-        names: ConfiguredNames,
+        names: StaleSeriesRemover,
     ) -> None:
         self._levels = levels
         self._wall_clock = wall_clock
         self._names = names
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """By budget, of the windows that are open. What was used of a budget that has left the configuration is kept,
         as it may return, and has no series.
         """
@@ -461,9 +463,9 @@ class BudgetSeries(PiecewiseCollector):
             if named is None or (in_use is not None and named.budget not in in_use):
                 continue
             found = largest.setdefault((named.budget, named.resource), [])
-            entry = (1.0 - one.level / one.limit.capacity, named.caller)
+            entry = (1.0 - one.level / one.limit.capacity, named.caller_text)
             (heappush if len(found) < _MOST_CALLERS else heappushpop)(found, entry)
-        yield from _USED.pieces(
+        yield from _USED.exposition_chunks(
             _USED.line((budget, resource, caller), used)
             for (budget, resource), found in sorted(largest.items())
             for used, caller in sorted(found, reverse=True)
@@ -485,18 +487,24 @@ class _QueueSeries(PiecewiseCollector):
         self._waiting_in = waiting_in
         self._clock = clock
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """By server, and by band."""
         gates, now = list(self._gates().items()), self._clock()
         for _, gate in gates:
             gate.update_saturation(now)
         bands = [(name, band) for name, gate in gates for band in gate.queue.bands]
-        yield from _QUEUED.pieces(_QUEUED.line((name, band.spec.name), band.request_count) for name, band in bands)
-        yield from _QUEUED_BYTES.pieces(_QUEUED_BYTES.line((name, band.spec.name), band.bytes) for name, band in bands)
-        yield from _FLOWS.pieces(_FLOWS.line((name, band.spec.name), len(band.flows)) for name, band in bands)
-        yield from _FULL.pieces(_FULL.line((name,), gate.saturation) for name, gate in gates)
-        yield from _STALE.pieces(_STALE.line((name,), gate.stale_endpoints) for name, gate in gates)
+        yield from _QUEUED.exposition_chunks(
+            _QUEUED.line((name, band.spec.name), band.request_count) for name, band in bands
+        )
+        yield from _QUEUED_BYTES.exposition_chunks(
+            _QUEUED_BYTES.line((name, band.spec.name), band.bytes) for name, band in bands
+        )
+        yield from _FLOWS.exposition_chunks(
+            _FLOWS.line((name, band.spec.name), len(band.flows)) for name, band in bands
+        )
+        yield from _FULL.exposition_chunks(_FULL.line((name,), gate.saturation) for name, gate in gates)
+        yield from _STALE.exposition_chunks(_STALE.line((name,), gate.stale_endpoints) for name, gate in gates)
         wanted = {name: len(gate.queue) if gate.needs_engine else 0 for name, gate in gates}
-        for name, count in self._waiting_in(State.AWAITING_ENGINE).items():
+        for name, count in self._waiting_in(RequestState.AWAITING_ENGINE).items():
             wanted[name] = wanted.get(name, 0) + count
-        yield from _WANTED.pieces(_WANTED.line((name,), count) for name, count in wanted.items())
+        yield from _WANTED.exposition_chunks(_WANTED.line((name,), count) for name, count in wanted.items())

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.core.states import STEP_NAMES, State
+from extproc.core.request_states import STEP_NAMES, RequestState
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from extproc.core.effects import Decision, RequestSettled
-    from extproc.core.shadow_picks import ShadowPick
+    from extproc.core.effects import Decision, OutcomeJoined
+    from extproc.core.shadow_picks import ShadowComparison
 
 # Sampled requests whose end has not been reported.
 _MOST_OPEN: Final = 65_536
@@ -70,13 +70,13 @@ class DecisionLog:
         line |= {
             f"{STEP_NAMES[state]}_wait_s": waited_s
             for state, waited_s in history.waits.items()
-            if waited_s and state is not State.QUEUED
+            if waited_s and state is not RequestState.QUEUED
         }
         if history.leg is not None:
             line["prefill_leg"] = msgspec.to_builtins(history.leg)
         self._write(line)
 
-    def log_shadow(self, pick: ShadowPick) -> None:
+    def log_shadow(self, pick: ShadowComparison) -> None:
         """A comparison with another picker was sampled."""
         if not self.draw_sample():
             return
@@ -84,7 +84,7 @@ class DecisionLog:
         line = {"kind": "shadow", "at": self._wall_clock(), "verdict": pick.verdict, "theirs": pick.theirs}
         self._write({**line, "their_cost_s": pick.their_cost_s, "ours": ours, "server": pick.server})
 
-    def log_outcome(self, settled: RequestSettled) -> None:
+    def log_outcome(self, settled: OutcomeJoined) -> None:
         """The outcome of a sampled request."""
         outcome = settled.outcome
         caller = self._open.pop(outcome.ticket, None)

@@ -66,7 +66,7 @@ class MetricFamily(msgspec.Struct, frozen=True):
         """A sample with these label values."""
         return f"{self.series}{format_labels(self.labels, values)} {format_number(value)}\n"
 
-    def pieces(self, lines: Iterable[str]) -> Iterator[str]:
+    def exposition_chunks(self, lines: Iterable[str]) -> Iterator[str]:
         """Head and ``lines``. One may be several, or empty where there is no sample: the search for samples takes time,
         too, so a piece may be empty.
         """
@@ -81,7 +81,7 @@ class PiecewiseCollector(Collector):
 
     families: tuple[MetricFamily, ...] = ()
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """All families, each piece a number of whole lines."""
         raise NotImplementedError
 
@@ -95,7 +95,7 @@ class PiecewiseCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """The same as the library's objects, for readers of single samples; pages are not made of them."""
         labels = {one.name: one.labels for one in self.families}
-        for parsed in text_string_to_metric_families("".join(self.pieces())):
+        for parsed in text_string_to_metric_families("".join(self.exposition_chunks())):
             family = _FAMILIES[parsed.type](parsed.name, parsed.documentation, labels=labels[parsed.name])
             family.samples = parsed.samples
             yield family
@@ -107,7 +107,7 @@ class Registry(CollectorRegistry):
     def __init__(self) -> None:
         super().__init__()
         self._in_order: list[Collector] = []
-        self.names = ConfiguredNames(self)
+        self.names = StaleSeriesRemover(self)
 
     def register(self, collector: Collector) -> None:
         """As the library's."""
@@ -120,16 +120,16 @@ class Registry(CollectorRegistry):
             if isinstance(collector, PiecewiseCollector):
                 collector.retain_only(label, names)
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """The page. Families of the library's own collectors have a handful of samples, and are one piece each."""
         for collector in self._in_order:
             if isinstance(collector, PiecewiseCollector):
-                yield from collector.pieces()
+                yield from collector.exposition_chunks()
             else:
                 yield generate_latest(collector).decode()
 
 
-class ConfiguredNames(PiecewiseCollector):
+class StaleSeriesRemover(PiecewiseCollector):
     """Ends series of what has left the configuration, before each page: what began before may still add to them."""
 
     def __init__(self, registry: Registry) -> None:
@@ -147,7 +147,7 @@ class ConfiguredNames(PiecewiseCollector):
         """None: it is not known which."""
         return self._names().get(label)
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """None."""
         for label, names in self._names().items():
             self._registry.retain_only(label, {*names, *_NO_NAMES})
@@ -237,10 +237,10 @@ class Counters(PiecewiseCollector):
         """Its name, so that a second one of that name is refused."""
         return [CounterMetricFamily(self._family.name, self._family.text, labels=self._family.labels)]
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """All series."""
         # of one moment: events go on between two pieces, and series end
-        return self._family.pieces(self._family.line(values, count) for values, count in self.items())
+        return self._family.exposition_chunks(self._family.line(values, count) for values, count in self.items())
 
 
 class DeferredHistograms(PiecewiseCollector):
@@ -290,9 +290,9 @@ class DeferredHistograms(PiecewiseCollector):
         """Its name, so that a second one of that name is refused."""
         return [HistogramMetricFamily(self._family.name, self._family.text, labels=self._family.labels)]
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """All series."""
-        return self._family.pieces(
+        return self._family.exposition_chunks(
             line for values, buckets in list(self._series.items()) for line in self._lines(values, buckets)
         )
 

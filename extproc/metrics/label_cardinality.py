@@ -35,12 +35,12 @@ class BusiestNames:
         self._placed: set[str] = set()
         self._began_s = -math.inf
 
-    def shown(self, name: str) -> str:
+    def shown_name(self, name: str) -> str:
         """The name, or the one of all that have no place."""
         return name if name in self._placed else self._others
 
     def count(self, name: str, now: float) -> str:
-        """One more request. Returns as ``shown``; the first names get places at once."""
+        """One more request. Returns as ``shown_name``; the first names get places at once."""
         if now - self._began_s >= _PERIOD_S:
             self._review(now)
         if name in self._counts or len(self._counts) < self._most_counted:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.picker_flow_control import MOST_BYTES, MOST_REQUESTS
-from extproc.core.effects import ClientLeft, Decision, RequestRefused, RequestSettled
-from extproc.core.states import State
+from extproc.core.effects import ClientLeft, Decision, OutcomeJoined, RequestRefused
+from extproc.core.request_states import RequestState
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, StoredAnswer
 from extproc.metrics.exposition import Counters, DeferredHistograms, MetricFamily, PiecewiseCollector
 
@@ -98,10 +98,10 @@ class _Gauge:
         self._named = [(MetricFamily(name, kind.text, labels), places) for name, labels, places in kind.names()]
         self.families = tuple(family for family, _ in self._named)
 
-    def pieces(self, samples: Callable[[], Iterable[_Sample]]) -> Iterator[str]:
+    def exposition_chunks(self, samples: Callable[[], Iterable[_Sample]]) -> Iterator[str]:
         """``samples``: called for each name."""
         for family, places in self._named:
-            yield from family.pieces(
+            yield from family.exposition_chunks(
                 family.line([every[place] for place in places], value) for every, value in samples()
             )
 
@@ -310,7 +310,9 @@ class LlmdMetrics(PiecewiseCollector):
                 self._size.record(history.size_bytes, labels)
                 if history.held_s:
                     self._processing.record(history.held_s, ())
-                self._leave_queue(effect.server, history.queued, "Dispatched", history.waits.get(State.QUEUED, 0.0))
+                self._leave_queue(
+                    effect.server, history.queued, "Dispatched", history.waits.get(RequestState.QUEUED, 0.0)
+                )
             case RequestRefused() if not isinstance(effect.refusal, StoredAnswer):
                 labels = self._request_labels(effect.arrival.pool.name, effect.arrival.priority)
                 self._errors.record(1, (*labels, str(effect.refusal.status)))
@@ -322,10 +324,10 @@ class LlmdMetrics(PiecewiseCollector):
                 )
             case ClientLeft():
                 self._leave_queue(effect.server, effect.queued, "EvictedContextCancelled", self._since(effect.queued))
-            case RequestSettled() if effect.is_ours:
+            case OutcomeJoined() if effect.is_ours:
                 self._observe(effect)
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """Read from pools and queues while the page is written."""
         pools = list(self._pools())
         self._models = {pool.name: _model_of(pool) for pool in pools}
@@ -334,11 +336,13 @@ class LlmdMetrics(PiecewiseCollector):
         running = Counter[str]()
         for pool in pools:
             running[self._model(pool.name)] += int(pool.table.in_flight[pool.table.active_rows].sum())
-        yield from _RUNNING.pieces(lambda: ((_labels_of(model, 0), count) for model, count in running.items()))
-        yield from _READY.pieces(partial(self._of_each, pools, lambda pool: len(pool.table.active_rows)))
+        yield from _RUNNING.exposition_chunks(
+            lambda: ((_labels_of(model, 0), count) for model, count in running.items())
+        )
+        yield from _READY.exposition_chunks(partial(self._of_each, pools, lambda pool: len(pool.table.active_rows)))
         for gauge, value in (*_MEANS, *_DEVIATIONS):
-            yield from gauge.pieces(partial(self._of_each, pools, value))
-        yield from _EACH_QUEUE.pieces(
+            yield from gauge.exposition_chunks(partial(self._of_each, pools, value))
+        yield from _EACH_QUEUE.exposition_chunks(
             lambda: (
                 ((self._name(pool.name), address), float(pool.table.waiting[row]))
                 for pool in pools
@@ -353,39 +357,39 @@ class LlmdMetrics(PiecewiseCollector):
         for _, gate, _ in gates:
             gate.update_saturation(now)
         bands = [(name, model, band) for name, gate, model in gates for band in gate.queue.bands]
-        yield from _QUEUE_SIZE.pieces(lambda: ((_queue_labels(*one), one[2].request_count) for one in bands))
-        yield from _QUEUE_BYTES.pieces(lambda: ((_queue_labels(*one), one[2].bytes) for one in bands))
-        yield from _BAND_REQUESTS.pieces(
+        yield from _QUEUE_SIZE.exposition_chunks(lambda: ((_queue_labels(*one), one[2].request_count) for one in bands))
+        yield from _QUEUE_BYTES.exposition_chunks(lambda: ((_queue_labels(*one), one[2].bytes) for one in bands))
+        yield from _BAND_REQUESTS.exposition_chunks(
             lambda: (
                 ((str(band.spec.priority), name), band.request_count / band.spec.max_requests)
                 for name, _, band in bands
             )
         )
-        yield from _BAND_BYTES.pieces(
+        yield from _BAND_BYTES.exposition_chunks(
             lambda: (((str(band.spec.priority), name), band.bytes / band.most_bytes) for name, _, band in bands)
         )
         # as in llm-d, none where all bands together have no limit
-        yield from _ALL_REQUESTS.pieces(
+        yield from _ALL_REQUESTS.exposition_chunks(
             lambda: (
                 ((name,), len(gate.queue) / gate.control.max_requests)
                 for name, gate, _ in gates
                 if gate.control.max_requests < MOST_REQUESTS
             )
         )
-        yield from _ALL_BYTES.pieces(
+        yield from _ALL_BYTES.exposition_chunks(
             lambda: (
                 ((name,), gate.queue.total_bytes / gate.control.max_bytes)
                 for name, gate, _ in gates
                 if gate.control.max_bytes < MOST_BYTES
             )
         )
-        yield from _SATURATION.pieces(
+        yield from _SATURATION.exposition_chunks(
             lambda: (((name, stage), gate.saturation) for name, gate, _ in gates for stage in ("decode", "effective"))
         )
         stale = sum(gate.stale_endpoints for _, gate, _ in gates)
-        yield from _STALE.pieces(lambda: [(("utilization-detector",), stale)] if gates else [])
+        yield from _STALE.exposition_chunks(lambda: [(("utilization-detector",), stale)] if gates else [])
 
-    def _observe(self, settled: RequestSettled) -> None:
+    def _observe(self, settled: OutcomeJoined) -> None:
         outcome, times = settled.outcome, settled.times
         labels = self._request_labels(settled.server, settled.priority)
         if outcome.status >= 400 or not outcome.status:

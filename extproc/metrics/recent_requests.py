@@ -15,14 +15,14 @@ import msgspec
 
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.explanation import MOST_EXPLAINED, why_chosen
-from extproc.core.states import STEP_NAMES, StepName
+from extproc.core.request_states import STEP_NAMES, StepName
 from extproc.errors import StoredAnswer
 from extproc.wire_protocol import REQUEST_ID
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from extproc.core.effects import RequestEffect, RequestSettled
+    from extproc.core.effects import OutcomeJoined, RequestEffect
     from extproc.core.explanation import Explanation
     from extproc.core.request_record import Arrival, RequestHead
     from extproc.errors import Refusal
@@ -186,7 +186,7 @@ class RecentRequests:
                 found.step = row.phase = STEP_NAMES[own.state]
                 found.since_s = now
 
-    def on_outcome(self, settled: RequestSettled) -> None:
+    def on_outcome(self, settled: OutcomeJoined) -> None:
         """How a request ended, as the gateway reports it."""
         outcome = settled.outcome
         found = self._running.pop(outcome.ticket, None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
-from extproc.core.effects import AnswerReadForCache, CacheLookup
+from extproc.core.effects import CacheLookup, CacheStoreAttempted
 from extproc.metrics.exposition import Counters
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class ResponseCacheMetrics:
                 found[route] = asked + int(number), hits + (int(number) if result == "hit" else 0)
         return found
 
-    def count(self, effect: CacheLookup | AnswerReadForCache) -> None:
+    def count(self, effect: CacheLookup | CacheStoreAttempted) -> None:
         """A request was looked up, or an answer came."""
         if isinstance(effect, CacheLookup):
             self._lookups.add(effect.route, effect.result, effect.why)

@@ -14,7 +14,7 @@ import msgspec
 
 from extproc.api.slo import LONGEST_WINDOW_S
 from extproc.api.status_pages import ObjectiveCounts
-from extproc.core.effects import RequestUnmeetable
+from extproc.core.effects import SloMissPredicted
 from extproc.metrics.exposition import DeferredHistograms, MetricFamily, PiecewiseCollector
 from extproc.metrics.label_cardinality import BusiestNames
 from extproc.wire_protocol import truncate_name
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from extproc.admission.fair_queue import FlowControlGate
     from extproc.admission.slo_classes import ObjectiveClass
     from extproc.api.slo import ObjectiveName
-    from extproc.core.effects import RequestJudged, RequestSettled
+    from extproc.core.effects import OutcomeJoined, RequestSloJudged
 
 _HOUR_S: Final = 3600.0
 _MOST_IN_HOUR: Final = 2**30
@@ -155,9 +155,9 @@ class ObjectiveSeries(PiecewiseCollector):
         """``classes``: those of the configuration in use."""
         self._classes = classes
 
-    def count(self, judged: RequestJudged | RequestUnmeetable) -> None:
+    def count(self, judged: RequestSloJudged | SloMissPredicted) -> None:
         """A request is over; or it was moved or refused, as it would have missed an objective."""
-        if isinstance(judged, RequestUnmeetable):
+        if isinstance(judged, SloMissPredicted):
             of = judged.forecast.objectives
             self._unmeetable[of.route, of.name, judged.forecast.result] += 1
             return
@@ -212,20 +212,20 @@ class ObjectiveSeries(PiecewiseCollector):
         """Count from zero: a successor goes on with what was counted."""
         self._counters.clear()
 
-    def pieces(self) -> Iterator[str]:
+    def exposition_chunks(self) -> Iterator[str]:
         """All objectives of the configuration, from 0 on."""
         configured = [((one.route, one.name, name), one, name) for one, name in self._configured()]
         for key in self._counters.keys() - {key for key, _, _ in configured}:
             del self._counters[key]
         counters = {key: self._counter(one, name) for key, one, name in configured}
-        yield from _REQUESTS.pieces(
+        yield from _REQUESTS.exposition_chunks(
             _REQUESTS.line((*key, "good"), one.good) + _REQUESTS.line((*key, "bad"), one.bad)
             for key, one in counters.items()
         )
-        yield from _EXCLUDED.pieces(_EXCLUDED.line(key, one.excluded) for key, one in counters.items())
-        yield from _UNMEETABLE.pieces(self._unmeetable_lines())
-        yield from _SHARE.pieces(_SHARE.line(key, one.share) for key, one, _ in configured)
-        yield from _TARGET.pieces(_TARGET.line(key, one.targets_s[name]) for key, one, name in configured)
+        yield from _EXCLUDED.exposition_chunks(_EXCLUDED.line(key, one.excluded) for key, one in counters.items())
+        yield from _UNMEETABLE.exposition_chunks(self._unmeetable_lines())
+        yield from _SHARE.exposition_chunks(_SHARE.line(key, one.share) for key, one, _ in configured)
+        yield from _TARGET.exposition_chunks(_TARGET.line(key, one.targets_s[name]) for key, one, name in configured)
 
     def _unmeetable_lines(self) -> Iterator[str]:
         refusing = {(one.route, one.name) for one in self._classes() if one.refuses}
@@ -277,7 +277,7 @@ class AnswerTimes:
         self._duration = histograms("duration", "Until the end of whole answers.", _TIMES)
         self._held = histograms("held", "What extproc held requests, for whatever reason.", _TIMES)
 
-    def observe(self, settled: RequestSettled) -> None:
+    def observe(self, settled: OutcomeJoined) -> None:
         """An answer is whole."""
         times = settled.times
         if times is None:
@@ -297,12 +297,12 @@ class AnswerTimes:
         for one in (self._tenant_ttft, self._tenant_duration):
             one.forget("tenant", lost)
 
-    def _labels(self, settled: RequestSettled) -> tuple[str, str, str]:
+    def _labels(self, settled: OutcomeJoined) -> tuple[str, str, str]:
         labels = truncate_name(settled.model) or _OTHER, settled.server, self._class_of(settled)
         is_known = self._duration.has(*labels) or len(self._duration) < MOST_ANSWER_SERIES
         return labels if is_known else OTHERS
 
-    def _class_of(self, settled: RequestSettled) -> str:
+    def _class_of(self, settled: OutcomeJoined) -> str:
         if settled.objectives is not None:
             return settled.objectives.name
         gate = self._gates().get(settled.server)

@@ -139,7 +139,7 @@ class ConversationTurns:
             del self.by_block[block]
         return True
 
-    def continuations(self, last_block: int, rest: bytes | memoryview) -> Iterator[tuple[int, float]]:
+    def rows_of_earlier_turns(self, last_block: int, rest: bytes | memoryview) -> Iterator[tuple[int, float]]:
         """The rows that served a prompt which this one continues, with the bytes that each holds.
 
         ``last_block``: the last whole block of both prompts. ``rest``: this prompt's text after it. The bytes are
@@ -207,7 +207,7 @@ class HeldBlocks:
         return self._blocks
 
     @property
-    def evictable(self) -> int:
+    def evictable_count(self) -> int:
         """How many blocks no running request uses."""
         return self._idle_blocks
 
@@ -455,7 +455,7 @@ class PrefixIndex:
             for block in held.blocks.all():
                 self._drop_bit(row, held, block)
 
-    def correct(self, row: int, missed_at_s: float) -> None:
+    def on_missed_prediction(self, row: int, missed_at_s: float) -> None:
         """A block last used at ``missed_at_s`` was not in the cache of ``row``: drop it and all older ones.
 
         What remains becomes the estimated capacity.
@@ -467,7 +467,7 @@ class PrefixIndex:
             self._drop_bit(row, held, held.blocks.evict())
         held.capacity_bytes = max(_MIN_CAPACITY_BYTES, self._bytes(held))
 
-    def confirm(self, row: int) -> None:
+    def on_confirmed_prediction(self, row: int) -> None:
         """A prediction for ``row`` was right: if its estimated capacity is nearly used, raise it a little."""
         held = self._held.get(row)
         if held is not None and self._bytes(held) > 0.9 * held.capacity_bytes:
@@ -483,13 +483,13 @@ class PrefixIndex:
         held = self._held.get(row)
         return self._bytes(held) if held is not None else 0
 
-    def evictable(self, row: int) -> list[int]:
+    def evictable_blocks(self, row: int) -> list[int]:
         """The blocks of ``row`` that no running request uses, in the order in which they would be evicted."""
         held = self._held.get(row)
         return held.blocks.in_eviction_order() if held is not None else []
 
     @property
-    def blocks(self) -> int:
+    def distinct_block_count(self) -> int:
         """The number of different blocks that are known of, wherever they are."""
         return len(self._holders)
 
@@ -498,8 +498,9 @@ class PrefixIndex:
 
     def _shrink(self, row: int, held: _Endpoint) -> None:
         blocks = held.blocks
-        while blocks.evictable and (
-            self._bytes(held) > held.capacity_bytes or blocks.evictable + _TURN_BLOCKS * held.turns > self.most_blocks
+        while blocks.evictable_count and (
+            self._bytes(held) > held.capacity_bytes
+            or blocks.evictable_count + _TURN_BLOCKS * held.turns > self.most_blocks
         ):
             self._drop_bit(row, held, blocks.evict())
 

@@ -203,14 +203,14 @@ class KvIndex:
         cache = self._caches.get(source)
         return cache is None or not cache.ignored
 
-    def keys(self, tokens: Sequence[int], *, adapter: str | None, salt: str | None) -> dict[int, list[int]]:
+    def block_keys(self, tokens: Sequence[int], *, adapter: str | None, salt: str | None) -> dict[int, list[int]]:
         """The keys of a prompt's whole blocks, for each block size in use."""
         return {size: chain_keys(tokens, size, adapter=adapter, salt=salt) for size in self._block_sizes}
 
     def match(self, chains: dict[int, list[int]], now: float) -> list[CachedPrefix]:
         """How much of a prompt each endpoint holds, grouped by endpoints that hold the same.
 
-        ``chains``: the result of ``keys``. Every block is looked up: unlike in the approximate index, an endpoint may
+        ``chains``: the result of ``block_keys``. Every block is looked up: unlike in the approximate index, an endpoint may
         hold a block without its predecessors.
         """
         found: list[CachedPrefix] = []
@@ -442,7 +442,7 @@ class KvStream:
             return None
         return expected or 0
 
-    def is_old(self, number: int) -> bool:
+    def was_applied(self, number: int) -> bool:
         """Whether this message was already applied, as part of a replay."""
         return self._expected is not None and number < self._expected
 

@@ -54,7 +54,7 @@ class LocalBus:
         """Whether there are others to send to."""
         return bool(self._known)
 
-    def others(self) -> set[Path]:
+    def peer_files(self) -> set[Path]:
         """The files of the other processes. A process that was killed has left its file, which is removed."""
         found = {file for file in self._directory.glob("*.events") if file != self._file}
         gone = {file for file in found if not Path("/proc", file.name.partition("-")[0]).exists()}
@@ -86,7 +86,7 @@ class LocalBus:
         """Connect to those that come, and disconnect from those that have gone, until cancelled."""
         self._known = set()
         while True:
-            found = self.others()
+            found = self.peer_files()
             for file in found - self._known:
                 subscriber.connect(f"ipc://{file}")
             for file in self._known - found:

@@ -18,7 +18,7 @@ from extproc.core.peer_events import HEARTBEAT_S, EventBatch, PeerEvent, Unreada
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Bus(Protocol):
         ...
 
 
-class Peers:
+class PeerEventExchange:
     """Sends this process's events and receives those of the others. Without a bus it does nothing."""
 
     def __init__(self, buses: list[Bus], metrics: Metrics, *, origin: str) -> None:

@@ -27,7 +27,7 @@ from extproc.request.inference_request import (
 from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
-    from extproc.request.form import Form
+    from extproc.request.multipart_form import Form
 
 # Of Qwen2-Audio; the codecs of speech models have 12 to 83.
 TOKENS_PER_S: Final = 25

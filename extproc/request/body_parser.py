@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 from extproc.errors import BadRequest
-from extproc.request.form import read_form
 from extproc.request.inference_request import ABSENT, NUMBERS, STEERING_FIELDS, InferenceRequest, steering_fields_in
+from extproc.request.multipart_form import read_form
 from extproc.wire_protocol import ANTHROPIC_VERSION, BODY_APIS, Api
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _BEFORE_OBJECTS: Final = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"
 _ESCAPE: Final = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
-class JsonCounts(msgspec.Struct, frozen=True):
+class JsonMarkCounts(msgspec.Struct, frozen=True):
     """Marks outside of strings, and quotes that begin or end one."""
 
     objects: int = 0
@@ -75,9 +75,9 @@ class JsonCounts(msgspec.Struct, frozen=True):
     commas: int = 0
     quotes: int = 0
 
-    def plus(self, other: JsonCounts) -> JsonCounts:
+    def plus(self, other: JsonMarkCounts) -> JsonMarkCounts:
         """The sum of both."""
-        return JsonCounts(
+        return JsonMarkCounts(
             self.objects + other.objects,
             self.members + other.members,
             self.commas + other.commas,
@@ -107,9 +107,9 @@ def check_bounds(body: bytes) -> None:
         _COMMA if len(body) > 2 * MOST_COMMAS else None,
         _QUOTE if len(body) > 3 * MOST_STRINGS else None,
     )
-    if not JsonCounts(*(0 if mark is None else int(np.count_nonzero(text == mark)) for mark in marks)).is_too_much:
+    if not JsonMarkCounts(*(0 if mark is None else int(np.count_nonzero(text == mark)) for mark in marks)).is_too_much:
         return
-    counts, start, is_inside = JsonCounts(), 0, False
+    counts, start, is_inside = JsonMarkCounts(), 0, False
     while start < len(body):
         end = min(len(body), start + _CHUNK_BYTES)
         while end < len(body) and end - start < 2 * _CHUNK_BYTES and body[end - 1 : end] == b"\\":
@@ -126,7 +126,7 @@ def check_bounds(body: bytes) -> None:
 
 def count_outside_strings(
     chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], *, is_inside: bool
-) -> tuple[JsonCounts, bool]:
+) -> tuple[JsonMarkCounts, bool]:
     """Of up to 2 MiB that end with no half of an escape. ``is_inside``: whether it begins in a string; also whether it
     ends so.
     """
@@ -142,7 +142,7 @@ def count_outside_strings(
         inside ^= everything
     outside = inside ^ everything
     objects, members, commas = ((_bitmap(chunk, mark) & outside).bit_count() for mark in (_BRACE, _COLON, _COMMA))
-    return JsonCounts(objects, members, commas, quotes.bit_count()), bool(inside >> max(chunk.size - 1, 0))
+    return JsonMarkCounts(objects, members, commas, quotes.bit_count()), bool(inside >> max(chunk.size - 1, 0))
 
 
 def _bitmap(chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], mark: int) -> int:
@@ -165,7 +165,7 @@ def _escaped(backslashes: int) -> int:
 def parse_body(api: Api, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) -> InferenceRequest:
     """Read the request in ``body``. Raises BadRequest with the correction."""
     if not body:
-        raise missing_body(api)
+        raise missing_body_refusal(api)
     if api.spec.body == "form":
         return _PARSERS[api](read_form(body, headers.get("content-type", "")))
     check_bounds(body)
@@ -190,7 +190,7 @@ def parse_body(api: Api, body: bytes, headers: Mapping[str, str] = _NO_HEADERS) 
     return request
 
 
-def missing_body(api: Api) -> BadRequest:
+def missing_body_refusal(api: Api) -> BadRequest:
     """The refusal of a request without a body."""
     what = "form" if api.spec.body == "form" else "JSON object"
     return BadRequest(f"The request has no body; send a {what} with at least 'model'.")

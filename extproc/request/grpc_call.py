@@ -14,13 +14,13 @@ from struct import Struct
 from typing import TYPE_CHECKING, Final
 
 from extproc.errors import BadRequest, CompressedMessage, MethodNotAllowed, RepositoryRefused, UnknownPath
-from extproc.request.inference_request import FieldSpan, InferenceRequest, ModelCall
+from extproc.request.inference_request import FieldSpan, GrpcModelLocation, InferenceRequest
 from extproc.wire_protocol import APIS_BY_CALL, CALL_ROOTS, REPOSITORY_CALLS, SERVER_CALLS, Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.wire_protocol import ModelCalls
+    from extproc.wire_protocol import GrpcModelCalls
 
 # Of a message, and of its part that names the model: requests have some hundreds of tensors.
 MOST_FIELDS: Final = 4096
@@ -112,7 +112,7 @@ def read_call(api: Api, body: bytes) -> InferenceRequest:
         stream_options={},
         max_output_tokens=None,
         answers=0,
-        call=ModelCall(tuple(spans), has_version=has_version),
+        call=GrpcModelLocation(tuple(spans), has_version=has_version),
     )
 
 
@@ -189,11 +189,11 @@ def _no_message(at: int) -> BadRequest:
     return BadRequest(f"The message is no protobuf message at byte {at - _PREFIX.size}.")
 
 
-def _no_name(calls: ModelCalls) -> BadRequest:
+def _no_name(calls: GrpcModelCalls) -> BadRequest:
     return BadRequest(f"The message names no model; write its name into {_NAMES[calls.name]}.", param="model")
 
 
-def _name(name: bytes, calls: ModelCalls) -> str:
+def _name(name: bytes, calls: GrpcModelCalls) -> str:
     if not name:
         raise _no_name(calls)
     if len(name) > MOST_NAME_BYTES:
@@ -204,7 +204,7 @@ def _name(name: bytes, calls: ModelCalls) -> str:
         raise BadRequest("The model's name is not UTF-8; write the name that a ModelRoute has.") from None
 
 
-def with_model_name(body: bytes, call: ModelCall, model: str) -> bytes:
+def with_model_name(body: bytes, call: GrpcModelLocation, model: str) -> bytes:
     """The same message with another name of the model, and the lengths that follow from it: of the fields around the
     name, from the inside out, and of the message.
     """

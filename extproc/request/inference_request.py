@@ -239,7 +239,7 @@ class ModelPath(msgspec.Struct, frozen=True):
     version: str
     verb: str
 
-    def of(self, model: str) -> str:
+    def for_model(self, model: str) -> str:
         """The same of another model."""
         return f"{self.root}{quote(model, safe=PLAIN_IN_PATHS)}{self.version}{self.verb}"
 
@@ -252,7 +252,7 @@ class FieldSpan(NamedTuple):
     end: int
 
 
-class ModelCall(msgspec.Struct, frozen=True):
+class GrpcModelLocation(msgspec.Struct, frozen=True):
     """Where a message of gRPC names the model. ``spans``: the fields around the name, the outermost first, and the
     name. ``has_version``: the message names a version of the model.
     """
@@ -291,7 +291,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     has_stored_prompt: bool = False
     runs_in_background: bool = False
     path: ModelPath | None = None
-    call: ModelCall | None = None
+    call: GrpcModelLocation | None = None
 
     @property
     def is_unread(self) -> bool:
@@ -299,13 +299,13 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         return self.path is not None or self.call is not None
 
     @property
-    def is_text(self) -> bool:
+    def tokens_scale_with_bytes(self) -> bool:
         """Whether the number of its prompt's tokens follows from its bytes."""
         prompts = self.prompts
         return not (prompts.token_ids or prompts.repeated_bytes or self.media.tokens or self.has_stored_prompt)
 
     @property
-    def is_readable(self) -> bool:
+    def has_text_prompt(self) -> bool:
         """Whether its prompt is text, but for pictures and the like."""
         return not (self.prompts.token_ids or self.media.replaces_text)
 
@@ -317,7 +317,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
         return max(0, len(self.prompt) - self.media.size_bytes) + self.prompts.repeated_bytes
 
     @property
-    def leaves_usage_out(self) -> bool:
+    def lacks_stream_usage(self) -> bool:
         """Whether a streamed answer will lack token usage because the client did not ask for it."""
         if not self.is_streamed or self.api is None or not self.api.spec.usage_if_asked:
             return False
@@ -327,16 +327,16 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     @property
     def declines_usage(self) -> bool:
         """Whether the client declines usage, or has a value there that engines may read so."""
-        return "include_usage" in self.stream_options and self.leaves_usage_out
+        return "include_usage" in self.stream_options and self.lacks_stream_usage
 
     @property
-    def asks_for_usage(self) -> bool:
+    def reports_usage_unchanged(self) -> bool:
         """Whether its answer reports token usage without a change of the request."""
         reports = self.api is not None and self.api.spec.reports_usage and not self.runs_in_background
-        return reports and not self.leaves_usage_out
+        return reports and not self.lacks_stream_usage
 
     @property
-    def waits_in_queue(self) -> bool:
+    def uses_flow_control(self) -> bool:
         """Whether it passes through flow control; not if an engine computes nothing for it that others wait for."""
         return self.api is None or self.api.spec.waits_in_queue
 
@@ -422,7 +422,7 @@ def make_request(
 ) -> InferenceRequest:
     """The request; raises BadRequest if it names no model."""
     if not fields.model and api.spec.needs_model:
-        raise missing_model()
+        raise missing_model_refusal()
     return InferenceRequest(
         api,
         fields.model,
@@ -439,7 +439,7 @@ def make_request(
     )
 
 
-def missing_model() -> BadRequest:
+def missing_model_refusal() -> BadRequest:
     """The refusal of a request that names no model."""
     return BadRequest("The field 'model' is empty; name a model (GET /v1/models lists them).", param="model")
 

@@ -53,14 +53,14 @@ def has_plain_names(body: bytes, contents: Span | None = None) -> bool:
     in any other form is taken for one that is not plain. ``contents``: as in ``with_changes``.
     """
     body = without_contents(body, contents)
-    fields = fields_of(body)
+    fields = raw_top_level_fields(body)
     if msgspec.json.encode(fields) == body:
         return True
     spaced = [b'"%b": %b' % (name.encode(), value) for name, value in fields.items()]
     return b"{%b}" % b", ".join(spaced) == body
 
 
-def fields_of(body: bytes, contents: Span | None = None) -> dict[str, msgspec.Raw]:
+def raw_top_level_fields(body: bytes, contents: Span | None = None) -> dict[str, msgspec.Raw]:
     """The top-level fields of the JSON object ``body``, undecoded. ``contents``: this span of it is left out."""
     return _decoder.decode(without_contents(body, contents))
 

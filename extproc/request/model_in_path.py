@@ -94,7 +94,7 @@ def request_by_path(path: ModelPath, protocol: str) -> InferenceRequest:
     )
 
 
-def wrong_protocol(model: str, protocol: str, path: str) -> UnknownPath:
+def wrong_protocol_refusal(model: str, protocol: str, path: str) -> UnknownPath:
     """The refusal of a request in another protocol than that of the model's engines."""
     shown = model[:_SHOWN_CHARACTERS]
     if path.endswith(EXPLAIN_VERB):

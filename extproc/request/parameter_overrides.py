@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.request.inference_request import ABSENT, is_given
-from extproc.request.json_rewrite import fields_of
+from extproc.request.json_rewrite import raw_top_level_fields
 from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def override_changes(overrides: Overrides, request: InferenceRequest, body: byte
     api = request.api
     if api is None or api.spec.body != "json" or not api.spec.limits:
         return {}
-    fields = fields_of(body, request.contents)
+    fields = raw_top_level_fields(body, request.contents)
     holder, _, _ = api.spec.limits[0].rpartition(".")
     given = _members.decode(fields[holder]) if holder else fields
     found = {name: msgspec.Raw(value) for name, value in overrides.fields if given.get(name) != msgspec.Raw(value)}

@@ -29,7 +29,7 @@ import msgspec
 
 from extproc.api.addresses import join_host_port
 from extproc.request.inference_request import CHAT_TOKENS, STEERING_FIELDS, is_given
-from extproc.request.json_rewrite import fields_of
+from extproc.request.json_rewrite import raw_top_level_fields
 from extproc.wire_protocol import Api
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ class SglangBootstrap:
         return BodyChanges(_bootstrap_fields(request, this))
 
 
-class SharedStore:
+class SharedKvStore:
     """Engines write KV caches to a store and read them there. The names of such connectors are in PROTOCOLS."""
 
     has_lease = False
@@ -355,11 +355,11 @@ PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
         "NixlConnector": Nixl(),
         "NixlPullConnector": Nixl(),
         "NixlPushConnector": Nixl(joins_by_request_id=True),
-        "ExampleConnector": SharedStore(),
-        "LMCacheConnectorV1": SharedStore(),
-        "MooncakeStoreConnector": SharedStore(),
-        "HF3FSKVConnector": SharedStore(),
-        "FlexKVConnectorV1": SharedStore(),
+        "ExampleConnector": SharedKvStore(),
+        "LMCacheConnectorV1": SharedKvStore(),
+        "MooncakeStoreConnector": SharedKvStore(),
+        "HF3FSKVConnector": SharedKvStore(),
+        "FlexKVConnectorV1": SharedKvStore(),
         "OffloadingConnector": PeerToPeer(),
         "MooncakeConnector": Mooncake(),
         "context_first": TensorRtContextFirst(),
@@ -385,7 +385,7 @@ def why_body_not_disaggregated(request: InferenceRequest, body: bytes, protocol:
 
 
 def _why_whole_by_fields(request: InferenceRequest, body: bytes, protocol: PrefillProtocol) -> str:
-    fields = fields_of(body, request.contents)
+    fields = raw_top_level_fields(body, request.contents)
     options = {**fields, **_sampling(fields)} if request.api is Api.GENERATE else fields
     echoes = _is_on(options, "echo") and is_given(options.get("logprobs", msgspec.Raw()))
     if echoes or is_given(options.get("prompt_logprobs", msgspec.Raw())):
@@ -402,7 +402,7 @@ def _why_whole_by_fields(request: InferenceRequest, body: bytes, protocol: Prefi
 
 def truncates_prompt(body: bytes, contents: tuple[int, int] | None) -> bool:
     """Whether the engine is to shorten the prompt. ``contents``: see ``InferenceRequest``."""
-    fields = fields_of(body, contents)
+    fields = raw_top_level_fields(body, contents)
     longest, kind = fields.get("truncate_prompt_tokens", msgspec.Raw()), fields.get("truncation", msgspec.Raw())
     return is_given(longest) or (is_given(kind) and bytes(kind) != b'"disabled"')
 
@@ -481,7 +481,7 @@ def _number(this: PrefillAttempt) -> int:
     return _LEAST_NUMBER + _digest(this.id) % (2**63 - _LEAST_NUMBER)
 
 
-def abort_bodies(request: InferenceRequest, this: PrefillAttempt) -> tuple[bytes, ...]:
+def sglang_abort_bodies(request: InferenceRequest, this: PrefillAttempt) -> tuple[bytes, ...]:
     """Of ``POST /abort_request`` to SGLang, which appends ``_0`` to the id of a list of one prompt."""
     ids = _request_ids(request, this)
     more = [f"{ids[0]}_0"] if len(ids) == 1 and request.api is Api.COMPLETIONS else []

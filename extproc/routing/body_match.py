@@ -58,7 +58,7 @@ class BodyConditions(msgspec.Struct, frozen=True):
         return {one.top for one in self.fields}
 
     def are_met(self, request: InferenceRequest, tops: Mapping[str, msgspec.Raw]) -> bool:
-        """``tops``: as ``BodyReader.read`` gives them."""
+        """``tops``: as ``BodyFieldReader.read`` gives them."""
         if self.input_tokens is not None and not _is_in(self.input_tokens, input_tokens(request)):
             return False
         most = math.inf if request.max_output_tokens is None else request.max_output_tokens
@@ -67,7 +67,7 @@ class BodyConditions(msgspec.Struct, frozen=True):
         return all(one.holds(_value(tops[one.top], one.below)) for one in self.fields)
 
 
-class BodyReader:
+class BodyFieldReader:
     """Of a route: what its rules must know of a body."""
 
     def __init__(self, tops: Collection[str]) -> None:

@@ -15,10 +15,10 @@ from extproc.api.match_patterns import compile_expression
 from extproc.api.spec import STEPS_LISTENER
 from extproc.errors import UnknownModel
 from extproc.request.parameter_overrides import Overrides
-from extproc.routing.body_match import BodyConditions, BodyReader, compile_body
+from extproc.routing.body_match import BodyConditions, BodyFieldReader, compile_body
 from extproc.routing.cost_tiers import CompiledTiers, compile_tiers
 from extproc.routing.mirror import CompiledMirror
-from extproc.routing.sticky import StickySplit
+from extproc.routing.sticky_split import StickySplit
 
 if TYPE_CHECKING:
     import random
@@ -66,7 +66,7 @@ def _as_sent(text: str) -> str:
     return text.encode().decode("latin-1")
 
 
-class RuleTerms(msgspec.Struct, frozen=True):
+class RuleSettings(msgspec.Struct, frozen=True):
     """What a rule has for all of its requests. ``title``: its place and name, empty if the route has one rule alone.
     ``ttft_s``: the target for the first token. ``tiers``: None if requests go by weight. ``mirror``: None without
     copies. ``renames_answers``: answers have the name that the client asked for, and not that of the engines.
@@ -80,7 +80,7 @@ class RuleTerms(msgspec.Struct, frozen=True):
     renames_answers: bool = False
 
 
-class FallbackTerms(msgspec.Struct, frozen=True):
+class FallbackSettings(msgspec.Struct, frozen=True):
     """When requests go to a fallback, and how it answers. ``takes``: after these classes of failures and refusals.
     ``after_queue_s``: after this wait, None: no wait is a reason. ``is_degraded``: its answers are marked.
     ``max_output_tokens``: of its answers, where that is less than clients may ask for.
@@ -107,12 +107,12 @@ class Destination(msgspec.Struct, frozen=True):
     route: str = ""
     base_model: str = ""
     protocol: str = "OpenAI"
-    rule: RuleTerms = RuleTerms()
+    rule: RuleSettings = RuleSettings()
     overrides: Overrides | None = None
     arm: int = 0
     fallbacks: Fallbacks | None = None
     is_fallback: bool = False
-    as_fallback: FallbackTerms = FallbackTerms()
+    as_fallback: FallbackSettings = FallbackSettings()
     is_copy: bool = False
 
 
@@ -137,7 +137,7 @@ class ListedModel(msgspec.Struct, frozen=True):
     parent: str | None
 
 
-class Targets(msgspec.Struct, frozen=True):
+class RuleTargets(msgspec.Struct, frozen=True):
     """The destinations of a rule, or some of them. ``protocol``: that all of them speak, empty if they differ.
     ``sticky``: None if each request is drawn by itself.
     """
@@ -161,7 +161,7 @@ class Targets(msgspec.Struct, frozen=True):
         drawn, bounds = rng.randrange(sum(self.weights)), accumulate(self.weights)
         return next(one for one, bound in zip(self.destinations, bounds, strict=True) if drawn < bound)
 
-    def filtered(self, may: Callable[[Destination], bool]) -> Targets | None:
+    def filtered(self, may: Callable[[Destination], bool]) -> RuleTargets | None:
         """Those that ``may`` lets through, with their weights; None if there are none."""
         are_open = [may(one) for one in self.destinations]
         if all(are_open):
@@ -169,21 +169,21 @@ class Targets(msgspec.Struct, frozen=True):
         found = tuple(compress(self.destinations, are_open))
         return _targets(found, compress(self.weights, are_open), self.sticky) if found else None
 
-    def with_protocols(self, protocols: Collection[str]) -> Targets | None:
+    def with_protocols(self, protocols: Collection[str]) -> RuleTargets | None:
         """Those that speak one of ``protocols``; None if there are none."""
         return self if self.protocol in protocols else self.filtered(lambda one: one.protocol in protocols)
 
 
-def _targets(destinations: tuple[Destination, ...], weights: Iterable[int], sticky: StickySplit | None) -> Targets:
+def _targets(destinations: tuple[Destination, ...], weights: Iterable[int], sticky: StickySplit | None) -> RuleTargets:
     spoken = {one.protocol for one in destinations}
-    return Targets(destinations, tuple(weights), spoken.pop() if len(spoken) == 1 else "", sticky)
+    return RuleTargets(destinations, tuple(weights), spoken.pop() if len(spoken) == 1 else "", sticky)
 
 
 class _Rule(msgspec.Struct, frozen=True):
     """``body``: None if it has no conditions on bodies."""
 
     holds: Condition
-    targets: Targets
+    targets: RuleTargets
     body: BodyConditions | None = None
 
 
@@ -192,7 +192,7 @@ class _Route(msgspec.Struct, frozen=True):
     base_model: str
     rules: tuple[_Rule, ...]
     # None if no rule has conditions on bodies
-    reader: BodyReader | None = None
+    reader: BodyFieldReader | None = None
 
 
 class _Served(msgspec.Struct, frozen=True):
@@ -274,7 +274,7 @@ class RoutingTable:
         body: bytes = b"",
         *,
         listener: str = "",
-    ) -> Targets:
+    ) -> RuleTargets:
         """Those of the first matching rule; raises UnknownModel. ``request``, ``body``: None and empty if the body is
         not read. ``listener``: that was asked; an empty name: the routes of all.
         """
@@ -325,7 +325,7 @@ def _serve(found: Iterable[list[tuple[ListedModel, _Route]]]) -> _Served:
 def _compile(route: ModelRoute, served: _ServedModels, *, adapter: str | None) -> _Route:
     rules = tuple(_compile_rule(route, number, served, adapter) for number in range(len(route.spec.rules)))
     conditions = [rule.body for rule in rules if rule.body is not None]
-    reader = BodyReader(set().union(*(one.top_level_fields for one in conditions))) if conditions else None
+    reader = BodyFieldReader(set().union(*(one.top_level_fields for one in conditions))) if conditions else None
     return _Route(route.metadata.key, route.spec.model_name or "", rules, reader)
 
 
@@ -336,7 +336,7 @@ def _compile_rule(route: ModelRoute, number: int, served: _ServedModels, adapter
     for target in rule.target_models:
         arms[route.server_key(target), _compile_overrides(rule, target)] += target.weight
     mirror = rule.mirror
-    terms = RuleTerms(
+    terms = RuleSettings(
         title=f"rules[{number}]{f' ({rule.name})' if rule.name else ''}" if len(route.spec.rules) > 1 else "",
         priority=rule.priority,
         ttft_s=None if rule.ttft_target is None else float(rule.ttft_target),
@@ -387,7 +387,7 @@ def _compile_fallbacks(
         return None
     found = Fallbacks((), rule.fallback, rule.fallback_retry)
     for one in reversed(rule.fallback):
-        terms = FallbackTerms(
+        terms = FallbackSettings(
             takes=one.on,
             after_queue_s=None if one.after_queue is None else float(one.after_queue),
             is_degraded=one.degraded,

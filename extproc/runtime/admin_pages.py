@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from extproc.core.guards import GuardFailed, GuardReply
     from extproc.core.request_record import Arrival
     from extproc.metrics.exposition import Registry
-    from extproc.runtime.demand_watch import DemandWatch
+    from extproc.runtime.demand_watch import DemandWatchServer
     from extproc.streams.context import GatewayOptions
 
 _INDEX: Final = {
@@ -93,7 +93,7 @@ class ExplainPage:
 
     async def _after_guard(self, arrival: Arrival) -> tuple[Arrival, str]:
         """The request as its guard lets it go on, and what that said; raises a Refusal."""
-        ask = None if self._guard_says is None else self._core.guard_request(arrival)
+        ask = None if self._guard_says is None else self._core.guard_ask_for(arrival)
         if ask is None or self._guard_says is None:
             return arrival, ""
         return self._core.apply_guard_reply(ask, await self._guard_says(ask))
@@ -114,7 +114,7 @@ async def serve_pages(  # noqa: PLR0913 - the parts of a process that have pages
     is_ready: Callable[[], bool],
     report: Callable[[], ConfigReport],
     loads: Callable[[], Iterator[dict[str, EndpointLoad]]],
-    demand: DemandWatch,
+    demand: DemandWatchServer,
     explain: ExplainPage | None,
     others: Iterable[web.RouteDef] = (),
     guard: Middleware | None = None,
@@ -124,7 +124,7 @@ async def serve_pages(  # noqa: PLR0913 - the parts of a process that have pages
     """
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
-        return await _in_pieces(request, registry.pieces(), CONTENT_TYPE_LATEST)
+        return await _in_pieces(request, registry.exposition_chunks(), CONTENT_TYPE_LATEST)
 
     async def show_readiness(_: web.Request) -> web.Response:
         return web.Response(text="ready\n") if is_ready() else web.Response(text="not ready\n", status=503)
@@ -252,7 +252,7 @@ async def _written(request: web.Request, answer: web.StreamResponse, content: by
     return True
 
 
-async def _stream(request: web.Request, demand: DemandWatch) -> web.StreamResponse:
+async def _stream(request: web.Request, demand: DemandWatchServer) -> web.StreamResponse:
     """Lines until the client or the process goes."""
     if request.method == hdrs.METH_HEAD:
         return web.Response(content_type="application/x-ndjson")

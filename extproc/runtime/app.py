@@ -24,13 +24,13 @@ from prometheus_client import disable_created_metrics
 
 from extproc.api.addresses import join_host_port
 from extproc.api.config_loader import ConfigSource
-from extproc.api.gateway_config import unreachable_listener
+from extproc.api.gateway_config import why_extproc_unreachable
 from extproc.api.snapshot import file_descriptor_warnings, limits_without_redis, max_idle_connections
 from extproc.api.tracing import Tracing
 from extproc.core.breakers import server_breaker_problems
 from extproc.core.core import Core
 from extproc.core.effects import AbortDecode, CancelPrefill, LoadAdapter, LogUsage, Prefill
-from extproc.core.limit_accounting import NO_OTHERS, RecentGrants
+from extproc.core.limit_accounting import NO_OTHERS, MachineGrantLedger
 from extproc.feeds.config_directory import DirectoryFeed
 from extproc.feeds.engine_http import EngineCredentials
 from extproc.feeds.engine_scraper import EngineScraper
@@ -41,22 +41,22 @@ from extproc.feeds.payload_exporter import PayloadExporter
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.feeds.saved_limits import SavedLimits
 from extproc.feeds.saved_slo_counts import SavedSloCounts
-from extproc.feeds.shared_grants import SharedGrants
+from extproc.feeds.shared_grants import MmapGrantLedger
 from extproc.feeds.state_lock import StateLock
 from extproc.feeds.tokenizers import Tokenizers
 from extproc.feeds.trace_exporter import TraceExporter
 from extproc.feeds.usage_log_writer import UsageLogWriter
-from extproc.feeds.usage_rollups import UsageRollups
-from extproc.line_writer import LineWriter, count_on_loop
+from extproc.feeds.usage_rollup_client import UsageRollupClient
+from extproc.line_writer import LineWriter, call_on_loop
 from extproc.listen_sockets import listen
 from extproc.llmd.picker_builder import PickerFactory
 from extproc.metrics.decision_log import DecisionLog
-from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.metrics.request_metrics import Metrics, TlsMetrics
 from extproc.replication.buses import LocalBus, RedisBus
-from extproc.replication.peers import Bus, Peers
-from extproc.runtime.demand_watch import DemandWatch
-from extproc.runtime.effect_performer import Performer, Services
-from extproc.runtime.worker import WorkerSettings
+from extproc.replication.peers import Bus, PeerEventExchange
+from extproc.runtime.demand_watch import DemandWatchServer
+from extproc.runtime.effect_performer import Performer, PreDecisionServices
+from extproc.runtime.worker_settings import WorkerSettings
 from extproc.scheduling.model_check import model_problems
 from extproc.sd_notify import ALIVE, READY, STOPPING, notify, watchdog_s
 from extproc.streams.context import GatewayOptions, StreamContext
@@ -64,7 +64,7 @@ from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.health import HealthPort
 from extproc.streams.server import GrpcServer
-from extproc.streams.tls import ReloadingCertificate, TlsFiles, TlsLimits
+from extproc.streams.tls import ReloadingCertificate, TlsFiles, TlsRequirements
 from extproc.task_supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class GrpcTls(msgspec.Struct, frozen=True):
     """The gRPC port has TLS. ``files``: of the certificate; None: a self-signed one."""
 
     files: TlsFiles | None = None
-    limits: TlsLimits = TlsLimits()
+    limits: TlsRequirements = TlsRequirements()
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -185,14 +185,14 @@ class App:
         number = 0 if settings.worker is None else settings.worker.number
         self._owner = None if settings.state is None else StateLock(settings.state, number)
         self._saved = self._load_saved(number)
-        demand = self._demand = DemandWatch(core, clock)
+        demand = self._demand = DemandWatchServer(core, clock)
         self._supervisor = Supervisor(metrics.count_feed_failure)
-        self._peers = Peers(buses, metrics, origin=origin)
+        self._peers = PeerEventExchange(buses, metrics, origin=origin)
         performer = self._performer = Performer(
             core,
             metrics,
             clock=clock,
-            services=Services(self._tokenizers, self._guards, self._limits),
+            services=PreDecisionServices(self._tokenizers, self._guards, self._limits),
             publish=self._publish,
             begin=self._begin,
             done=demand.notify_followers,
@@ -218,7 +218,7 @@ class App:
             access=access,
             clock=clock,
             rng=random.Random(),
-            deliver=performer.on_metrics,
+            deliver=performer.on_engine_report,
             most_connections=max_idle_connections(settings.descriptors),
         )
         traces = self._traces = TraceExporter(
@@ -261,12 +261,12 @@ class App:
     def _usage_lines(self) -> UsageLogWriter:
         return UsageLogWriter(lambda: self._core.snapshot.gateway.usage_log, self._metrics.registry)
 
-    def _recent_grants(self, origin: str) -> RecentGrants:
+    def _recent_grants(self, origin: str) -> MachineGrantLedger:
         worker = self._settings.worker
         if worker is None:
             return NO_OTHERS
         try:
-            return SharedGrants(Path(worker.directory), origin, self._clock)
+            return MmapGrantLedger(Path(worker.directory), origin, self._clock)
         except OSError as error:
             log.warning("workers share limits by messages alone, some milliseconds late: %s", error)
             return NO_OTHERS
@@ -312,7 +312,7 @@ class App:
         def count(result: LineResult, lines: int) -> None:
             self._metrics.count_log_lines(result, lines)
 
-        return LineWriter(settings.decision_log, count_on_loop(asyncio.get_running_loop(), count))
+        return LineWriter(settings.decision_log, call_on_loop(asyncio.get_running_loop(), count))
 
     def _load_saved(self, number: int) -> dict[str, SavedLimits | SavedSloCounts]:
         """What outlives the process and was saved, by the name of its feed; raises OSError if there can be no
@@ -339,8 +339,8 @@ class App:
             one.load()
         return saved
 
-    def _usage_rollups(self, url: str) -> UsageRollups:
-        return UsageRollups(
+    def _usage_rollups(self, url: str) -> UsageRollupClient:
+        return UsageRollupClient(
             url,
             self._core,
             self._limits,
@@ -367,7 +367,9 @@ class App:
         if self._loader is None:
             from extproc.feeds.adapter_loader import AdapterLoader  # noqa: PLC0415 - as the pages' HTTP library
 
-            self._loader = AdapterLoader(self._core, self._access, clock=self._clock, deliver=self._performer.on_result)
+            self._loader = AdapterLoader(
+                self._core, self._access, clock=self._clock, deliver=self._performer.on_work_result
+            )
         return self._loader
 
     def _legs(self) -> PrefillClient:
@@ -375,7 +377,7 @@ class App:
             from extproc.feeds.prefill_client import PrefillClient  # noqa: PLC0415 - likewise
 
             self._prefills = PrefillClient(
-                self._core, self._access, clock=self._clock, deliver=self._performer.on_result
+                self._core, self._access, clock=self._clock, deliver=self._performer.on_work_result
             )
         return self._prefills
 
@@ -407,7 +409,7 @@ class App:
         """Log if Envoy is configured to call another address: once, by the first of several workers, and again when it
         changes.
         """
-        missed = unreachable_listener(snapshot.gateway, self._settings.listens) if self._settings.listens else ""
+        missed = why_extproc_unreachable(snapshot.gateway, self._settings.listens) if self._settings.listens else ""
         self._metrics.set_listener_reachable(is_reachable=not missed)
         worker = self._settings.worker
         if missed and missed != self._missed and (worker is None or not worker.number):
@@ -515,7 +517,7 @@ class App:
         if worker is None or not worker.number:
             feeds["engines"] = self._scraper.run
             feeds["repositories"] = ModelRepositoryReader(
-                self._core, self._access, deliver=self._performer.on_metrics
+                self._core, self._access, deliver=self._performer.on_engine_report
             ).run
         return feeds
 
@@ -575,12 +577,14 @@ class App:
         return self._settings.redis is not None or (self._neighbours is not None and self._neighbours.has_readers)
 
     async def _share(self) -> None:
-        await self._peers.run(on_batch=self._performer.on_batch, heartbeat=self._performer.heartbeat)
+        await self._peers.run(on_batch=self._performer.on_peer_batch, heartbeat=self._performer.heartbeat)
 
     async def _ask_others(self) -> None:
         """A process with others beside it does not serve before one has sent the levels of limits, if one can."""
         others, waited_s = self._neighbours, 0.0
-        while others is not None and others.others() and not self._core.levels.is_told and waited_s < _LONGEST_ASK_S:
+        while (
+            others is not None and others.peer_files() and not self._core.levels.is_told and waited_s < _LONGEST_ASK_S
+        ):
             await asyncio.sleep(_ASK_PAUSE_S)
             waited_s += _ASK_PAUSE_S
 
@@ -607,7 +611,7 @@ class App:
         if address is None:
             return None
         # the HTTP library takes as long to load as all else, and requests need not wait for it
-        from extproc.console.pages import ConsolePages, WorkerAddress  # noqa: PLC0415
+        from extproc.console.pages import ConsolePages, ConsoleWorker  # noqa: PLC0415
         from extproc.console.token_auth import token_auth_middleware  # noqa: PLC0415
         from extproc.runtime.admin_pages import ExplainPage, objectives_page, reset_page, serve_pages  # noqa: PLC0415
 
@@ -621,7 +625,7 @@ class App:
             wall_clock=self._wall_clock,
             is_ready=lambda: self._is_ready,
             report=self._report,
-            place=WorkerAddress(
+            place=ConsoleWorker(
                 address,
                 *((0, 1) if worker is None else (worker.number, worker.workers)),
                 has_explain=settings.shows_reasons,
@@ -708,7 +712,7 @@ async def _first_of(*events: asyncio.Event, within_s: float | None = None) -> No
         one.cancel()
 
 
-class EnvoyContact:
+class EnvoySilenceDetector:
     """Detects that neither streams nor health checks of Envoy arrive."""
 
     def __init__(self, *, started_at_s: float) -> None:
@@ -731,7 +735,7 @@ class EnvoyContact:
 
 async def watch_envoy_contact(listen: str, metrics: Metrics, clock: Callable[[], float]) -> None:
     """Log when Envoy's streams stay away, until cancelled. ``listen``: where Envoy should call."""
-    contact = EnvoyContact(started_at_s=clock())
+    contact = EnvoySilenceDetector(started_at_s=clock())
     while True:
         await asyncio.sleep(_POLL_S)
         is_missed = contact.update(

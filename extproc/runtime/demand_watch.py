@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.status_pages import changed_since, next_notify_count
+from extproc.api.status_pages import demand_delta, next_notify_count
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection
 
-    from extproc.api.status_pages import Demand, ServerDemand
+    from extproc.api.status_pages import ProcessDemand, ServerDemand
     from extproc.core.core import Core
 
 # Watchers: the manager, its predecessor that has not hung up, and people.
@@ -46,7 +46,7 @@ class _Follower:
         return unfinished >= next_notify_count(self.knows.get(name, 0))
 
 
-class DemandWatch:
+class DemandWatchServer:
     """Sends the core's counters to readers of /demand. ``clock``: the core's."""
 
     def __init__(self, core: Core, clock: Callable[[], float]) -> None:
@@ -72,10 +72,10 @@ class DemandWatch:
         """The present demand as JSON. Does not affect what streams get, nor when."""
         return _line(await self._page(lambda name: self._made(name, self._clock())))
 
-    async def _page(self, server_of: Callable[[str], ServerDemand | None]) -> Demand:
+    async def _page(self, server_of: Callable[[str], ServerDemand | None]) -> ProcessDemand:
         core, now = self._core, self._clock()
         servers: dict[str, ServerDemand] = {}
-        for at, name in enumerate(core.meter.names(core.pools), start=1):
+        for at, name in enumerate(core.meter.server_names(core.pools), start=1):
             server = server_of(name)
             if server is not None:
                 servers[name] = server
@@ -83,7 +83,7 @@ class DemandWatch:
                 await asyncio.sleep(0)
         return core.meter.page_of(servers, now - self._began_at_s)
 
-    async def _next_of(self, follower: _Follower, *, spares: bool) -> Demand:
+    async def _next_of(self, follower: _Follower, *, spares: bool) -> ProcessDemand:
         """``spares``: a server without requests may be as it was seconds ago, and is the same object then."""
         now = self._clock()
 
@@ -117,7 +117,7 @@ class DemandWatch:
         return made
 
     def _made(self, name: str, now: float) -> ServerDemand | None:
-        return self._core.meter.server(self._core.pools, name, now)
+        return self._core.meter.server_demand(self._core.pools, name, now)
 
     def notify_followers(self) -> None:
         """Called after each step of the core: wakes all streams when an engine is missing, and those whose last line
@@ -161,14 +161,14 @@ class DemandWatch:
 
     async def stream_lines(self, *, changes: bool = False) -> AsyncGenerator[bytes]:
         """The first one at once. ``changes``: later ones leave out unchanged servers."""
-        noted: Demand | None = None
+        noted: ProcessDemand | None = None
         follower = _Follower()
         self._followers.add(follower)
         try:
             while not self._is_closed:
                 follower.news.clear()
                 page = await self._next_of(follower, spares=changes)
-                yield _line(changed_since(page, noted) if changes and noted is not None else page)
+                yield _line(demand_delta(page, noted) if changes and noted is not None else page)
                 # it is written
                 self._untold.discard(follower)
                 noted = page
@@ -187,5 +187,5 @@ class DemandWatch:
             one.news.set()
 
 
-def _line(page: Demand) -> bytes:
+def _line(page: ProcessDemand) -> bytes:
     return msgspec.json.encode(page) + b"\n"

@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.refusals import soft_budget_warning
-from extproc.api.errors import one_line
+from extproc.api.config_errors import one_line
 from extproc.core.effects import (
     AdapterLoadEnded,
-    AnswerReadForCache,
     AskGuard,
     AskLimits,
     AskTokens,
     BreakerChanged,
     Broadcast,
     CacheLookup,
+    CacheStoreAttempted,
+    ChargeSharedStore,
     ClientLeft,
     Decision,
+    EngineModelsListed,
     EngineNeeded,
     EngineStarted,
     Fault,
     GuardAnswered,
     HealthChanged,
-    ModelChecked,
-    Overdraft,
+    OutcomeJoined,
     PrefillEnded,
     RequestHeld,
-    RequestJudged,
     RequestRefused,
-    RequestSettled,
-    RequestUnmeetable,
+    RequestSloJudged,
     SettleGrant,
+    SloMissPredicted,
     SoftBudgetPassed,
     WakeAt,
 )
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from extproc.core.peer_events import EngineReported, EventBatch, PeerEvent
     from extproc.core.pipeline import Answer
     from extproc.core.request_record import AdapterLoadResult, WorkResult
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
 
 log = logging.getLogger(__name__)
 _PREFILL_ANSWERS: Final = frozenset({"prefilled", "refused"})
@@ -75,7 +75,7 @@ _LOAD_ADVICE: Final = {
 }
 
 
-class Services(msgspec.Struct, frozen=True):
+class PreDecisionServices(msgspec.Struct, frozen=True):
     """What requests may ask before they are decided. ``limits``: the store of global limits, if there is one."""
 
     tokenizers: Tokenizers
@@ -92,13 +92,13 @@ class Performer:
         metrics: Metrics,
         *,
         clock: Callable[[], float],
-        services: Services,
+        services: PreDecisionServices,
         publish: Callable[[PeerEvent], None],
         begin: Callable[[Work], None],
         done: Callable[[], None] = lambda: None,
     ) -> None:
         """``services``: what requests wait for. ``publish``: takes events for the other processes.
-        ``begin``: starts work; ``on_result`` gets its result. ``done``: called when all effects of a verb are
+        ``begin``: starts work; ``on_work_result`` gets its result. ``done``: called when all effects of a verb are
         performed.
         """
         self._core = core
@@ -133,8 +133,8 @@ class Performer:
             match effect:
                 case Decision() | RequestRefused():
                     self._deliver(effect)
-                case (RequestSettled() | RequestJudged() | RequestUnmeetable() | ClientLeft()) | (
-                    CacheLookup() | AnswerReadForCache() | AskLimits() | AskGuard() | AskTokens() | RequestHeld()
+                case (OutcomeJoined() | RequestSloJudged() | SloMissPredicted() | ClientLeft()) | (
+                    CacheLookup() | CacheStoreAttempted() | AskLimits() | AskGuard() | AskTokens() | RequestHeld()
                 ):
                     # counted; what a request waits for, its stream asks for
                     pass
@@ -143,7 +143,7 @@ class Performer:
                 case (
                     HealthChanged()
                     | BreakerChanged()
-                    | ModelChecked()
+                    | EngineModelsListed()
                     | AdapterLoadEnded()
                     | PrefillEnded()
                     | EngineNeeded()
@@ -153,7 +153,7 @@ class Performer:
                     | Fault()
                 ):
                     self._log(effect)
-                case SettleGrant() | Overdraft():
+                case SettleGrant() | ChargeSharedStore():
                     _correct(self._limits, effect)
                 case _:
                     # work: mypy finds an effect that nothing performs
@@ -187,17 +187,17 @@ class Performer:
         self.perform(self._core.apply(snapshot, self._clock()))
         self._tokenizers.retain_only(self._core.pools)
 
-    def on_metrics(self, event: EngineReported) -> None:
+    def on_engine_report(self, event: EngineReported) -> None:
         """An engine's report has arrived."""
-        self.perform(self._core.on_metrics(event, self._clock()))
+        self.perform(self._core.on_engine_report(event, self._clock()))
 
-    def on_result(self, result: WorkResult) -> None:
+    def on_work_result(self, result: WorkResult) -> None:
         """Work for requests that wait has ended, well or not."""
-        self.perform(self._core.on_result(result, self._clock()))
+        self.perform(self._core.on_work_result(result, self._clock()))
 
-    def on_batch(self, batch: EventBatch) -> None:
+    def on_peer_batch(self, batch: EventBatch) -> None:
         """A batch of another process's events has arrived."""
-        self.perform(self._core.ingest(batch, self._clock()))
+        self.perform(self._core.apply_peer_batch(batch, self._clock()))
 
     def heartbeat(self) -> None:
         """Once a second."""
@@ -208,7 +208,7 @@ class Performer:
         self,
         effect: HealthChanged
         | BreakerChanged
-        | ModelChecked
+        | EngineModelsListed
         | AdapterLoadEnded
         | PrefillEnded
         | EngineNeeded
@@ -228,7 +228,7 @@ class Performer:
                 log.info("%s has an engine again, %.3g s after the first request for it", effect.server, effect.after_s)
             case HealthChanged() | BreakerChanged():
                 _log_health(effect)
-            case ModelChecked():
+            case EngineModelsListed():
                 _log_model(effect)
             case AdapterLoadEnded():
                 self._log_load(effect.result)
@@ -314,11 +314,11 @@ class Performer:
         self.perform(self._core.tick(self._clock()))
 
 
-def _correct(limits: RedisLimits | None, effect: SettleGrant | Overdraft) -> None:
+def _correct(limits: RedisLimits | None, effect: SettleGrant | ChargeSharedStore) -> None:
     """Without a store, nothing was granted there."""
     if limits is None:
         return
-    if isinstance(effect, Overdraft):
+    if isinstance(effect, ChargeSharedStore):
         limits.record_overdraft(effect.charge, effect.amount)
     else:
         limits.settle(effect.grant, effect.used)
@@ -349,7 +349,7 @@ def _log_breaker(change: BreakerChanged) -> None:
         log.warning("the breaker of %s is open", whose)
 
 
-def _log_model(checked: ModelChecked) -> None:
+def _log_model(checked: EngineModelsListed) -> None:
     if not checked.model:
         log.info("the engines of %s list its model", checked.server)
         return

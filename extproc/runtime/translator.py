@@ -32,7 +32,7 @@ from extproc.errors import (
     to_openai_body,
 )
 from extproc.http_headers import HOP_BY_HOP
-from extproc.http_relay import is_text, relay_session
+from extproc.http_relay import is_rewritable_header, relay_session
 from extproc.listen_sockets import listen
 from extproc.page_server import PageLimits, PageServer
 from extproc.runtime.translator_metrics import TranslatorMetrics, serving_metrics
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from multidict import CIMultiDictProxy
 
-    from extproc.translate.translation import StreamTranslator, Translated, Translation
+    from extproc.translate.translation import StreamTranslator, TranslatedRequest, Translation
 
 _T = TypeVar("_T")
 # Envoy bounds bodies and headers before they come here.
@@ -137,7 +137,7 @@ class Translator:
         found: aiohttp.ClientResponse,
         directive: TranslationDirective,
         between: Translation,
-        asked: Translated,
+        asked: TranslatedRequest,
         is_late: Callable[[], bool],
     ) -> tuple[web.StreamResponse, str]:
         """``is_late``: whether the time limit of Envoy's second listener is over, which then is what cut an answer."""
@@ -213,7 +213,7 @@ def _request_headers(
         if (lower := name.lower()) not in _OWN_HEADERS
         and lower not in changed
         and not lower.startswith(_OWN_PREFIXES)
-        and is_text(value)
+        and is_rewritable_header(value)
     ]
     return [*kept, *((name, value) for name, value in changed.items() if value is not None), ("content-type", _JSON)]
 

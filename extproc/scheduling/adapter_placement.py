@@ -62,7 +62,7 @@ def place_adapter(
     ``min_residency_s``: an adapter in use that was loaded that long ago may have to give way. ``idle_s``: one that is
     not in use, if it was not used for that long.
     """
-    open_to_it = [row for row in rows if not slots.is_leaving(row, adapter)]
+    open_to_it = [row for row in rows if not slots.is_unloading_by_peer(row, adapter)]
     nearest = sorted(open_to_it, key=lambda row: (float(table.in_flight[row]) + slots.loading_count(row), row))
     for row in nearest:
         if slots.is_loading(row, adapter):
@@ -73,16 +73,16 @@ def place_adapter(
             return AdapterPlacement(row)
     for row in nearest:
         idle = [
-            (slots.used_at_s(row, one), one)
-            for one in slots.removable(row)
-            if not slots.is_used(row, one) and now - slots.used_at_s(row, one) >= idle_s
+            (slots.last_used_at_s(row, one), one)
+            for one in slots.removable_adapters(row)
+            if not slots.is_used(row, one) and now - slots.last_used_at_s(row, one) >= idle_s
         ]
         if evicts := _first_that_suffice(slots, row, size, [one for _, one in sorted(idle)]):
             return AdapterPlacement(row, evicts)
     if not math.isfinite(shortest_stay_s):
         return None
     found = [
-        (slots.in_flight(row, evicts[-1]), slots.loaded_at_s(row, evicts[-1]), row, evicts)
+        (slots.in_flight_count(row, evicts[-1]), slots.loaded_at_s(row, evicts[-1]), row, evicts)
         for row in nearest
         if (evicts := _first_that_suffice(slots, row, size, _by_use(slots, row, shortest_stay_s, now)))
     ]
@@ -94,10 +94,10 @@ def place_adapter(
 
 def _by_use(slots: AdapterSlots, row: int, shortest_stay_s: float, now: float) -> list[str]:
     """The adapters of an engine that may have to give way: those that nothing uses, then the others by their use."""
-    staying = [one for one in slots.removable(row) if now - slots.loaded_at_s(row, one) >= shortest_stay_s]
+    staying = [one for one in slots.removable_adapters(row) if now - slots.loaded_at_s(row, one) >= shortest_stay_s]
     return sorted(
         staying,
-        key=lambda one: (slots.is_used(row, one), slots.in_flight(row, one), slots.loaded_at_s(row, one), one),
+        key=lambda one: (slots.is_used(row, one), slots.in_flight_count(row, one), slots.loaded_at_s(row, one), one),
     )
 
 
@@ -132,8 +132,8 @@ def row_for_second_copy(
 def rows_that_can_load(table: EndpointTable, eligible: Bools | None, now: float) -> Bools:
     """The rows that could load an adapter: not draining, and not avoided; avoided ones if there are no others."""
     rows = table.is_active.copy() if eligible is None else table.is_active & eligible
-    if table.has_draining and (rows & table.not_draining()).any():
-        rows &= table.not_draining()
+    if table.has_draining and (rows & table.rows_not_draining()).any():
+        rows &= table.rows_not_draining()
     return least_ranked(table, rows, now)
 
 

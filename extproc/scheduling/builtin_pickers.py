@@ -53,8 +53,8 @@ from extproc.endpoints.in_flight import backlogs, requests_in_backlog
 from extproc.endpoints.learned_speeds import service_times
 from extproc.errors import BadRequest, NoEndpoint
 from extproc.request.prefill_protocols import WHOLE
-from extproc.scheduling.disaggregation import PrefillChoices, TransferTimes, choose_decode
-from extproc.scheduling.labels import has_labels, label_groups
+from extproc.scheduling.disaggregation import PrefillCosts, TransferTimes, choose_decode
+from extproc.scheduling.endpoint_masks import label_groups, rows_with_labels
 from extproc.scheduling.picker import Pick, Reasons, ScorerValues, rows_of
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class PrefillDecodePairs:
 
     def _choices(
         self, view: View, decode: Bools, local_cost: Floats, prefill_cost: Floats, best: NDArray[np.intp]
-    ) -> PrefillChoices:
+    ) -> PrefillCosts:
         """By row, ``decode``: whether it may decode; ``best``: the cheapest prefill endpoint of the row's group."""
         table, demand = view.table, view.demand
         uncached = view.request.input_tokens - demand.cached_tokens
@@ -303,7 +303,7 @@ class PrefillDecodePairs:
         if self.transfers.has_factors:
             for row in np.flatnonzero(decode):
                 transfer_s[row] *= self.transfers.factor(table.addresses[best[row]], table.addresses[row])
-        return PrefillChoices(
+        return PrefillCosts(
             uncached_tokens=uncached,
             local_s=local_cost,
             stalled_s=demand.work * (table.in_flight + 1) / table.prefill_rate,
@@ -326,10 +326,10 @@ class PrefillDecodePairs:
         return well if np.isin(group[decode], group[self._prefilling(view, well)]).any() else ready
 
     def _decoding(self, view: View, candidates: Bools) -> Bools:
-        return candidates & has_labels(view.table, self._parameters.decode_labels)
+        return candidates & rows_with_labels(view.table, self._parameters.decode_labels)
 
     def _prefilling(self, view: View, candidates: Bools) -> Bools:
-        return candidates & has_labels(view.table, self._parameters.prefill_labels) & (not view.request.whole)
+        return candidates & rows_with_labels(view.table, self._parameters.prefill_labels) & (not view.request.whole)
 
 
 def _why_local(view: View, *, is_short: bool, has_prefill: bool) -> str:

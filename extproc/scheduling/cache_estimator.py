@@ -59,7 +59,7 @@ def rows_of_bitmask(mask: int, rows: int) -> np.ndarray[tuple[int], np.dtype[np.
     return np.unpackbits(raw, count=rows, bitorder="little").nonzero()[0]
 
 
-class CacheTiers:
+class TieredPrefixIndexes:
     """An index of each tier. ``capacities``: in tokens, by name.
 
     llm-d's tiered prefix caches have one ``approx-prefix-cache-producer`` a tier, each with a capacity of its own, and
@@ -152,7 +152,7 @@ class CacheEstimator:
         self._previous_uses = 0
         self._previous_ends_s = math.inf
         self.kv_index: KvIndex | None = None
-        self._tiers: CacheTiers | None = None
+        self._tiers: TieredPrefixIndexes | None = None
         self.whole_feeds = 0
         self.partial_feeds = 0
         self._caches: dict[int, CacheConfig] = {}
@@ -198,7 +198,7 @@ class CacheEstimator:
             return
         self._caches[row] = cache
         self._block_tokens = min(one.block_tokens for one in self._caches.values())
-        self.fit_blocks()
+        self.fit_block_size()
         self._set_capacity(row)
 
     def on_cache_lost(self, row: int) -> None:
@@ -216,7 +216,7 @@ class CacheEstimator:
         elif is_whole is False:
             self.partial_feeds |= bit
 
-    def fit_blocks(self) -> None:
+    def fit_block_size(self) -> None:
         """Match the size of text blocks to the engines' token blocks, rounded to a power of two.
 
         A new size means a new index, so it changes only when the ideal size is off by a factor of 1.6.
@@ -228,7 +228,7 @@ class CacheEstimator:
         size = min(high, max(low, 1 << round(math.log2(max(ideal, 1.0)))))
         current = self.index.first_block_bytes
         if size != current and not current / 1.6 < ideal < current * 1.6:
-            if self.index.blocks:
+            if self.index.distinct_block_count:
                 # what was sent so far is only in the index of the old size
                 self._previous, self._previous_uses = self.index, _PREVIOUS_USES
                 self._previous_ends_s = math.inf
@@ -336,7 +336,9 @@ class CacheEstimator:
         input_tokens: float,
     ) -> None:
         """Add cached tokens of conversation turns that go on behind a match, which covers so many bytes."""
-        for row, held in self.index.turns.continuations(chain[match.blocks - 1], memoryview(prompt.text)[covered:]):
+        for row, held in self.index.turns.rows_of_earlier_turns(
+            chain[match.blocks - 1], memoryview(prompt.text)[covered:]
+        ):
             tokens = self._round_to_blocks((covered + held) / self.bytes_per_token, input_tokens)
             if match.holders >> row & 1 and tokens > cached[row]:
                 cached[row] = tokens
@@ -361,7 +363,7 @@ class CacheEstimator:
         """Apply the precise index to ``cached``; returns the prompt's keys, None if the index cannot be used."""
         if prompt.tokens is None or not self.whole_feeds | self.partial_feeds:
             return None
-        chains = kv_index.keys(prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
+        chains = kv_index.block_keys(prompt.tokens, adapter=prompt.adapter, salt=prompt.salt)
         precise = np.zeros(cached.size)
         for found in kv_index.match(chains, now):
             holders = rows_of_bitmask(found.holders, cached.size)
@@ -374,9 +376,9 @@ class CacheEstimator:
         cached[partial] = np.maximum(cached[partial], precise[partial])
         return chains
 
-    def _new_tiers(self, capacities: Mapping[str, float]) -> CacheTiers:
+    def _new_tiers(self, capacities: Mapping[str, float]) -> TieredPrefixIndexes:
         size = self.index.first_block_bytes
-        tiers = CacheTiers(capacities, bytes_per_token=self.bytes_per_token, first_block_bytes=size)
+        tiers = TieredPrefixIndexes(capacities, bytes_per_token=self.bytes_per_token, first_block_bytes=size)
         tiers.limit_blocks(self._most_blocks)
         return tiers
 

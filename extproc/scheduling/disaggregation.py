@@ -69,7 +69,7 @@ class TransferTimes:
         self.s_per_token = _PRIOR_BYTES_PER_TOKEN / _PRIOR_BANDWIDTH
         self._fit = RelativeLeastSquares(2)
         for tokens in _PRIOR_TOKENS:
-            self._fit.assume(_features(tokens), self.typical_s(tokens), weight=_PRIOR_WEIGHT / len(_PRIOR_TOKENS))
+            self._fit.add_prior(_features(tokens), self.typical_s(tokens), weight=_PRIOR_WEIGHT / len(_PRIOR_TOKENS))
         # of pairs of addresses, in the order in which they were learned from last
         self._factors: dict[tuple[str, str], float] = {}
 
@@ -114,7 +114,7 @@ def _features(tokens: float) -> list[float]:
     return [1.0, tokens / 1e3]
 
 
-class PrefillChoices(msgspec.Struct, frozen=True):
+class PrefillCosts(msgspec.Struct, frozen=True):
     """Both choices for a prompt, by row of the decode endpoints; other rows may hold anything.
 
     | field | unit | meaning |
@@ -159,7 +159,7 @@ class PrefillDecision(msgspec.Struct, frozen=True):
 class DisaggregationRule(Protocol):
     """Decides for every decode endpoint as if it were picked."""
 
-    def __call__(self, choices: PrefillChoices) -> PrefillDecision:
+    def __call__(self, choices: PrefillCosts) -> PrefillDecision:
         """Pure: the same for the same choices."""
         ...
 
@@ -170,7 +170,7 @@ class ExpectedSeconds(msgspec.Struct, frozen=True):
     min_uncached_tokens: float
     stall: float = 0.2
 
-    def __call__(self, choices: PrefillChoices) -> PrefillDecision:
+    def __call__(self, choices: PrefillCosts) -> PrefillDecision:
         """Another engine prefills where that costs less."""
         local_s = choices.local_s + self.stall * choices.stalled_s
         remote_s = choices.prefill_s + choices.transfer_s + choices.load_s
@@ -187,7 +187,7 @@ class UncachedTokens(msgspec.Struct, frozen=True):
     min_uncached_tokens: float
     max_waiting: float = float("inf")
 
-    def __call__(self, choices: PrefillChoices) -> PrefillDecision:
+    def __call__(self, choices: PrefillCosts) -> PrefillDecision:
         """The cost does not matter."""
         is_short = choices.uncached_tokens < self.min_uncached_tokens
         is_remote = ~is_short & np.isfinite(choices.prefill_s) & (choices.waiting < self.max_waiting)

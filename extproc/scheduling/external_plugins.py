@@ -72,7 +72,9 @@ class GuardedPlugin:
         given = self.call("score", _read_only_view(view), _read_only(candidates))
         values = self._column("score", given, candidates, "buif", "a number")
         for row in np.flatnonzero(candidates & ~np.isfinite(values)):
-            self.refuse("score", f"{values[row]} for {view.table.addresses[row]}", "a finite number, from 0 to 1")
+            self.raise_wrong_return(
+                "score", f"{values[row]} for {view.table.addresses[row]}", "a finite number, from 0 to 1"
+            )
         return values
 
     @property
@@ -80,7 +82,7 @@ class GuardedPlugin:
         """Of a picker."""
         most = self.call("max_num_of_endpoints")
         if most is not None and (not isinstance(most, int) or most < 1):
-            self.refuse("max_num_of_endpoints", _short(most), "a number from 1 up, or None")
+            self.raise_wrong_return("max_num_of_endpoints", _short(most), "a number from 1 up, or None")
         return most
 
     def order(self, scores: Floats, rng: random.Random, count: int | None = None) -> list[int]:
@@ -90,14 +92,14 @@ class GuardedPlugin:
         rows = self._rows("order", given)
         is_legal = all(0 <= one < scores.size for one in rows) and len(set(rows)) == len(rows)
         if not rows or len(rows) > most or not is_legal:
-            self.refuse("order", _short(given), f"1 to {most} different positions below {scores.size}")
+            self.raise_wrong_return("order", _short(given), f"1 to {most} different positions below {scores.size}")
         return rows
 
     def wants_prefill(self, view: View, decode_row: int) -> bool:
         """A decider."""
         given = self.call("wants_prefill", _read_only_view(view), decode_row)
         if not isinstance(given, bool | np.bool_):
-            self.refuse("wants_prefill", _short(given), "True or False")
+            self.raise_wrong_return("wants_prefill", _short(given), "True or False")
         return bool(given)
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
@@ -111,16 +113,16 @@ class GuardedPlugin:
         """A profile handler."""
         pick = self.call("run", _read_only_view(view), profiles, deciders, rng)
         if not isinstance(pick, Pick):
-            self.refuse("run", _short(pick), "a Pick, as profiles' pick does")
+            self.raise_wrong_return("run", _short(pick), "a Pick, as profiles' pick does")
         rows = self._rows("run", pick.rows)
         prefill = self._rows("run", () if pick.prefill_row is None else (pick.prefill_row,))
         candidates = view.candidates()
         if not rows or not all(0 <= row < candidates.size and candidates[row] for row in (*rows, *prefill)):
             some = _short(np.flatnonzero(candidates).tolist())
-            self.refuse("run", f"the rows {_short([*rows, *prefill])}", f"some of {some}")
+            self.raise_wrong_return("run", f"the rows {_short([*rows, *prefill])}", f"some of {some}")
         cost_s: object = pick.cost_s
         if not isinstance(cost_s, int | float) or not 0 <= cost_s < math.inf:
-            self.refuse("run", f"a cost_s of {_short(cost_s)}", "a finite number of seconds, 0 or more")
+            self.raise_wrong_return("run", f"a cost_s of {_short(cost_s)}", "a finite number of seconds, 0 or more")
         return msgspec.structs.replace(pick, rows=rows[: view.choices])
 
     def admit(self, view: View, rng: random.Random) -> None:
@@ -169,16 +171,16 @@ class GuardedPlugin:
         except (Exception, SystemExit) as error:
             raise plugin_failure(self.name, self._plugin, error) from error
         if column.shape != candidates.shape or column.dtype.kind not in kinds:
-            self.refuse(method, _short(given), f"{wanted} for each of the {candidates.size} rows")
+            self.raise_wrong_return(method, _short(given), f"{wanted} for each of the {candidates.size} rows")
         return column if kinds == "b" else column.astype(np.float64)
 
     def _rows(self, method: str, given: Any) -> list[int]:  # noqa: ANN401 - that is what is to be seen
         try:
             return [operator.index(one) for one in given]
         except (Exception, SystemExit):  # noqa: BLE001 - what it returned may do anything
-            self.refuse(method, _short(given), "whole numbers")
+            self.raise_wrong_return(method, _short(given), "whole numbers")
 
-    def refuse(self, method: str, returned: str, wanted: str) -> NoReturn:
+    def raise_wrong_return(self, method: str, returned: str, wanted: str) -> NoReturn:
         """The method has returned something else than ``wanted``: raises PluginFailed."""
         code = getattr(getattr(type(self._plugin), method, None), "__code__", None)
         where = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
@@ -213,7 +215,7 @@ class GuardedSessionPlugin:
         """What the session is to keep."""
         given = self._guard.call("note", _read_only_view(view), row)
         if given is not None and not isinstance(given, SessionNote):
-            self._guard.refuse("note", _short(given), "a SessionNote, or None")
+            self._guard.raise_wrong_return("note", _short(given), "a SessionNote, or None")
         return given
 
 
@@ -229,7 +231,7 @@ class GuardedReporter:
         """The number."""
         given = self._guard.call("value", MappingProxyType(dict(usage)))
         if not isinstance(given, int | float) or not math.isfinite(given):
-            self._guard.refuse("value", _short(given), "a finite number")
+            self._guard.raise_wrong_return("value", _short(given), "a finite number")
         return int(given)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.errors import replace_unprintable
+from extproc.api.config_errors import replace_unprintable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.model_server import ModelServerSpec, PdGroup
 from extproc.api.picker_config import EndpointPickerConfig, PickerFile
 from extproc.scheduling.builtin_pickers import (
@@ -23,7 +23,7 @@ from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
 from extproc.scheduling.picker import Picker
 
 if TYPE_CHECKING:
-    from extproc.api.errors import Mistake
+    from extproc.api.config_errors import Mistake
     from extproc.api.snapshot import Snapshot
 
 # The picker that a ModelServer names, with the EndpointPickerConfigs by the names of their files; raises ConfigInvalid.
@@ -40,19 +40,19 @@ class PickerBasis(msgspec.Struct, frozen=True):
     protocol: str = "OpenAI"
 
 
-class MadePicker(msgspec.Struct, frozen=True):
+class CachedPicker(msgspec.Struct, frozen=True):
     """A picker, which may have state, and the settings from which it was made."""
 
     basis: PickerBasis
     picker: Picker
 
 
-def pickers_for(snapshot: Snapshot, previous: Mapping[str, MadePicker], make: MakePicker) -> dict[str, MadePicker]:
+def pickers_for(snapshot: Snapshot, previous: Mapping[str, CachedPicker], make: MakePicker) -> dict[str, CachedPicker]:
     """The picker of every ModelServer by its key: the one in ``previous`` where its basis is the same, else a new one.
 
     Raises ConfigInvalid with the mistakes of all pickers, and then nothing has changed.
     """
-    made: dict[str, MadePicker] = {}
+    made: dict[str, CachedPicker] = {}
     mistakes: dict[Mistake, None] = {}
     for server in snapshot.servers:
         key, basis = server.metadata.key, _basis(server.spec, snapshot.picker_files)
@@ -61,7 +61,7 @@ def pickers_for(snapshot: Snapshot, previous: Mapping[str, MadePicker], make: Ma
             made[key] = known
             continue
         try:
-            made[key] = MadePicker(basis, make(server.spec, snapshot.picker_files))
+            made[key] = CachedPicker(basis, make(server.spec, snapshot.picker_files))
         except ConfigInvalid as error:
             # several servers may name the same file
             mistakes.update(dict.fromkeys(error.mistakes))
@@ -70,7 +70,7 @@ def pickers_for(snapshot: Snapshot, previous: Mapping[str, MadePicker], make: Ma
     return made
 
 
-def without_picker_files(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picker:
+def make_picker_without_files(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picker:
     """A ``MakePicker`` that reads no files."""
     if spec.picker_config is not None:
         raise ConfigInvalid(files[spec.picker_config].document.mistakes([((), "this process reads no such files")]))

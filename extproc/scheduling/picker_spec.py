@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from extproc.scheduling.registry import Kind
 
 
-class ChosenPlugin(msgspec.Struct, frozen=True):
+class ConfiguredPlugin(msgspec.Struct, frozen=True):
     """One plugin. ``name``: how profiles and other plugins refer to it. ``parameters``: of the type's struct."""
 
     name: str
@@ -53,7 +53,7 @@ class PickerSpec(msgspec.Struct, frozen=True):
     the best score does. ``tiers``: tokens at each endpoint, by the name of a cache tier.
     """
 
-    plugins: tuple[ChosenPlugin, ...]
+    plugins: tuple[ConfiguredPlugin, ...]
     profiles: tuple[ProfileSpec, ...]
     tiers: Mapping[str, float] = {}
 
@@ -105,7 +105,7 @@ def build_configured_picker(spec: PickerSpec) -> ConfiguredPicker:
     )
 
 
-def _parameters(one: ChosenPlugin) -> Any:  # noqa: ANN401 - plugins have no type in common
+def _parameters(one: ConfiguredPlugin) -> Any:  # noqa: ANN401 - plugins have no type in common
     """Read as ``check_shape`` reads them. A plugin may refuse values that fit its fields one by one."""
     return msgspec.convert(one.parameters, one.type.cls, dec_hook=decode_quantity, str_keys=True)
 

@@ -18,8 +18,8 @@ from extproc.endpoints.breaker_ranks import (
     breaker_ranks,
     end_probe,
     least_ranked,
+    record_probe,
     refresh_retry_times,
-    repeat_probe,
 )
 from extproc.endpoints.engine_reports import estimated_load, set_report_interval
 from extproc.endpoints.health import EndpointHealth
@@ -29,8 +29,14 @@ from extproc.endpoints.table import Bools, EndpointConfig, EndpointRef, Endpoint
 from extproc.request.prefill_protocols import PROTOCOLS
 from extproc.scheduling.builtin_pickers import PrefillDecodePairs
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt, PromptExpectation
+from extproc.scheduling.endpoint_masks import (
+    Readiness,
+    prefill_decode_rows,
+    readiness_of,
+    revisions_key,
+    rows_serving_adapter,
+)
 from extproc.scheduling.framework import ConfiguredPicker
-from extproc.scheduling.labels import Readiness, prefill_decode_rows, readiness_of, revisions_key, serves_adapter
 from extproc.scheduling.metrics_source import USUAL_NAMES, scrape_config_of
 from extproc.scheduling.picker import Demand, Pick, Picker, RequestFacts, View
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
@@ -231,7 +237,7 @@ class Pool:
         """
         if not self.readiness.can_serve or self.breaker.state(now) is BreakerState.OPEN:
             return False
-        self.refresh(now)
+        self.update_retry_times(now)
         usable = self._serving(self.table.is_active & (self.table.retry_at_s <= now))
         if adapter is not None and self.slots is not None and adapter in self.slots.sources:
             usable &= self.slots.rows_with(adapter)
@@ -308,7 +314,7 @@ class Pool:
         if expectation is None:
             expectation = self.estimate_prompt(prompt, now)
         facts = _facts_of(prompt, constraints, expectation)
-        eligible, eligible_rows = self.eligible(prompt.adapter, constraints.subset), constraints.candidates
+        eligible, eligible_rows = self.rows_that_may_serve(prompt.adapter, constraints.subset), constraints.candidates
         choices, wants = constraints.choices, constraints.wants_reasons
         sessions = TenantSessions(self.sessions, constraints.tenant) if self.keeps_sessions else None
         if eligible_rows is not None and self.admits is None:
@@ -316,7 +322,7 @@ class Pool:
             eligible, eligible_rows = eligible_rows if eligible is None else eligible & eligible_rows, None
         view = View(self.table, expectation.demand, facts, now, eligible, choices, wants, sessions)
         if self.table.has_failures:
-            self.refresh(now)
+            self.update_retry_times(now)
             view = msgspec.structs.replace(view, ranked=breaker_ranks(self.table, now, rng))
         if self.admits is not None:
             self.admits(view, rng=rng)
@@ -386,23 +392,23 @@ class Pool:
         )
         return assignment, pins
 
-    def refresh(self, now: float) -> None:
+    def update_retry_times(self, now: float) -> None:
         """Before ``table.retry_at_s`` is read."""
         if self.table.has_failures:
             refresh_retry_times(self.table, now, self.name, self.turns)
 
-    def probe_at_s(self, now: float) -> float:
+    def next_probe_at_s(self, now: float) -> float:
         """When this process may begin a probe of the ModelServer, whose breaker is not closed."""
-        return self.turns.probe_at_s(self.breaker, self.name, now)
+        return self.turns.next_probe_at_s(self.breaker, self.name, now)
 
     def _pass_breaker(self, ticket: str, now: float) -> BreakerPass:
         """The request goes on, as the ModelServer's probe if one may begin."""
         breaker = self.breaker
         if breaker is CLOSED:
             return FIRST_PASS
-        if not ticket or breaker.state(now) is not BreakerState.HALF_OPEN or self.probe_at_s(now) > now:
+        if not ticket or breaker.state(now) is not BreakerState.HALF_OPEN or self.next_probe_at_s(now) > now:
             return BreakerPass(breaker.generation)
-        self.breaker = breaker.leased(ticket, now)
+        self.breaker = breaker.with_probe_lease(ticket, now)
         return BreakerPass(breaker.generation, ticket)
 
     def count_remote_request(
@@ -420,11 +426,11 @@ class Pool:
         last_used_at_s = self.caches.last_use_of(computing, chain, sent.indexed_tokens)
         pins = {one: self.caches.pin(one, chain, now) for one in {row, computing}}
         endpoint, prefill = self._begin(row, prefill_row, work=sent.work, tokens=sent.tokens, now=now)
-        endpoint = _with_pass(endpoint, repeat_probe(self.table, row, sent.endpoint.passed, now))
+        endpoint = _with_pass(endpoint, record_probe(self.table, row, sent.endpoint.passed, now))
         if prefill is not None and sent.prefill is not None:
-            prefill = _with_pass(prefill, repeat_probe(self.table, prefill.row, sent.prefill.passed, now))
+            prefill = _with_pass(prefill, record_probe(self.table, prefill.row, sent.prefill.passed, now))
         if sent.passed.ticket and self.breaker.is_current(sent.passed, now):
-            self.breaker = self.breaker.leased(sent.passed.ticket, now)
+            self.breaker = self.breaker.with_probe_lease(sent.passed.ticket, now)
         counted = msgspec.structs.replace(
             sent,
             endpoint=endpoint,
@@ -454,7 +460,7 @@ class Pool:
         if assignment.prefill is not None:
             self._end(assignment.prefill, assignment.tokens, now)
         if assignment.passed.ticket and self.breaker.is_current(assignment.passed, now):
-            self.breaker = self.breaker.stream_ended(assignment.passed.ticket, now)
+            self.breaker = self.breaker.after_probe_stream(assignment.passed.ticket, now)
         if assignment.adapter is not None and self.slots is not None:
             self.slots.on_request_ended(assignment.endpoint, assignment.adapter, now)
 
@@ -513,10 +519,10 @@ class Pool:
             return np.zeros(len(table.addresses), np.bool_)
         _, decode, groups = stages
         rows: Bools = table.is_active & decode & (groups == groups[member])
-        eligible = self.eligible(prompt.adapter, constraints.subset)
+        eligible = self.rows_that_may_serve(prompt.adapter, constraints.subset)
         if eligible is not None:
             rows &= eligible
-        self.refresh(now)
+        self.update_retry_times(now)
         return least_ranked(table, rows, now)
 
     def _lacking(self, expectation: PromptExpectation, picked: int | None, tokens: float) -> Demand:
@@ -544,10 +550,10 @@ class Pool:
         if stages is None or not table.is_current(decode):
             return ""
         prefill, _, groups = stages
-        self.refresh(now)
+        self.update_retry_times(now)
         ready = table.is_active & prefill & (groups == groups[decode.row]) & (table.retry_at_s <= now)
         if table.has_draining:
-            ready &= table.not_draining()
+            ready &= table.rows_not_draining()
         rows = [int(row) for row in np.flatnonzero(ready) if table.addresses[row] not in failed]
         if not rows:
             return ""
@@ -659,7 +665,7 @@ class Pool:
         if endpoint.passed.ticket:
             end_probe(self.table, endpoint, now)
 
-    def eligible(self, adapter: str | None, subset: Collection[str] | None) -> Bools | None:
+    def rows_that_may_serve(self, adapter: str | None, subset: Collection[str] | None) -> Bools | None:
         """The rows that may serve a request; None: all of them.
 
         ``adapter``: the LoRA adapter that it requests. ``subset``: addresses that the gateway allows, None for all.
@@ -672,12 +678,12 @@ class Pool:
             eligible = np.zeros(len(table.addresses), np.bool_)
             eligible[[row for one in subset for row in table.rows_named(one)]] = True
         if adapter is not None:
-            serving = serves_adapter(table, adapter) if self.slots is None else self.slots.rows_with(adapter)
+            serving = rows_serving_adapter(table, adapter) if self.slots is None else self.slots.rows_with(adapter)
             # an engine without the adapter answers 404; if no engine lists it, all are eligible
             if serving.any():
                 eligible = serving if eligible is None else eligible & serving
         if table.has_draining:
-            staying = table.not_draining()
+            staying = table.rows_not_draining()
             candidates = table.is_active & staying if eligible is None else eligible & staying
             if candidates.any():
                 eligible = candidates

@@ -13,8 +13,8 @@ from extproc.scheduling import metrics_source
 from extproc.scheduling.external_plugins import raised_at
 from extproc.scheduling.plugins import (
     affinity,
-    attributes,
     deprecated_types,
+    endpoint_attribute_plugins,
     filters,
     label_plugins,
     latency,
@@ -53,7 +53,7 @@ _FILTERS: Final = {
     "concurrency-detector": filters.ConcurrencyFilter,
     "utilization-filter": filters.UtilizationFilter,
     "topology-affinity-filter": label_plugins.TopologyAffinityFilter,
-    "endpoint-attribute-filter": attributes.EndpointAttributeFilter,
+    "endpoint-attribute-filter": endpoint_attribute_plugins.EndpointAttributeFilter,
     "slo-headroom-tier-filter": latency.SloHeadroomTierFilter,
     "label-selector-filter": label_plugins.LabelSelectorFilter,
     "by-label-selector": label_plugins.LabelSelectorFilter,
@@ -94,7 +94,7 @@ _SCORERS: Final = {
     "session-affinity-scorer": affinity.SessionAffinityScorer,
     "header-label-affinity-scorer": label_plugins.HeaderLabelAffinityScorer,
     "topology-affinity-scorer": label_plugins.TopologyAffinityScorer,
-    "endpoint-attribute-scorer": attributes.EndpointAttributeScorer,
+    "endpoint-attribute-scorer": endpoint_attribute_plugins.EndpointAttributeScorer,
     "latency-scorer": latency.LatencyScorer,
     "endpoint-attribute-weight-scorer": label_plugins.AttributeWeightParameters,
     "slo-aware-routing": deprecated_types.SloAwareScorer,

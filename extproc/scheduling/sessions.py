@@ -105,7 +105,7 @@ class TenantSessions(msgspec.Struct, frozen=True):
     bindings: SessionBindings
     tenant: str = ""
 
-    def key(self, profile: str, session: str) -> str:
+    def session_key(self, profile: str, session: str) -> str:
         """Of the session called ``session``. ``profile``: the profile whose endpoint is kept, empty for the primary
         one.
         """

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from extproc.api.charged_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS
 from extproc.api.usage_log import UsageContext
-from extproc.api.used_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS
-from extproc.core.effects import RequestSettled
-from extproc.core.orphans import OrphanedOutcome
+from extproc.core.effects import OutcomeJoined
+from extproc.core.orphaned_requests import OrphanedOutcome
 from extproc.core.request_record import Outcome
 from extproc.streams.headers import is_encoded, read_retry_after
 from extproc.streams.usage_reader import MOST_REPORTED
@@ -92,9 +92,9 @@ def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> N
     outcome = read_outcome(entry)
     effects = context.core.on_outcome(outcome, now) if outcome.ticket else []
     if outcome.ticket and context.core.has_no_record(outcome.ticket) and (orphan := _orphan(entry, outcome)):
-        effects += context.core.on_orphan(orphan, now)
+        effects += context.core.on_orphaned_outcome(orphan, now)
     context.perform(effects)
-    settled = next((one for one in effects if isinstance(one, RequestSettled)), None)
+    settled = next((one for one in effects if isinstance(one, OutcomeJoined)), None)
     if settled is None:
         context.metrics.count_unmatched_entry(has_ticket=bool(outcome.ticket))
     elif settled.is_ours:

@@ -10,7 +10,7 @@ import msgspec
 
 from extproc.core.core import Core
 from extproc.core.trace import Trace, TraceParent, parse_trace_parent
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.streams.headers import UNKNOWN, read_claims, read_head
 from extproc.wire_protocol import CONFORMANCE_HEADER
 

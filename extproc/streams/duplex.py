@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Final
 
 from extproc.core.dispatch import plugin_faults
 from extproc.core.request_record import GatewayProperties, Outcome
-from extproc.core.shadow_picks import compare_picks, first_choice_of_other
+from extproc.core.shadow_picks import compare_picks, other_picker_choice
 from extproc.streams.body_relay import BodyRelay
 from extproc.streams.direct_responses import direct_response
-from extproc.streams.exchange import decision_messages, missing_body
+from extproc.streams.exchange import decision_messages, missing_body_refusal
 from extproc.streams.headers import (
     is_encoded,
-    read_chosen,
+    read_chosen_endpoints,
+    read_endpoint_subset,
     read_header,
     read_retry_after,
-    read_served,
+    read_served_endpoint,
     read_status,
-    read_subset,
 )
 from extproc.streams.message_order import BodyMode
 from extproc.streams.request import StreamRequest
@@ -40,7 +40,7 @@ from extproc.streams.responses import (
     response_headers_answer,
     scores_metadata,
 )
-from extproc.streams.usage_reader import UsageReader, reports_metadata
+from extproc.streams.usage_reader import UsageReader, usage_reports_metadata
 from extproc.wire_protocol import CONTENT_ENCODING, RETRY_AFTER
 
 if TYPE_CHECKING:
@@ -150,14 +150,14 @@ class DuplexExchange:
                 self.request.on_stream_closed()
 
     def _read_metadata(self, message: ProcessingRequest) -> None:
-        subset = read_subset(message)
+        subset = read_endpoint_subset(message)
         if subset is not None:
             self._subset = subset
-        served = read_served(message)
+        served = read_served_endpoint(message)
         if served:
             self._answer.served = served
         if self._is_copy:
-            self._chosen = read_chosen(message) or self._chosen
+            self._chosen = read_chosen_endpoints(message) or self._chosen
 
     def _tokens(self) -> dict[str, str]:
         """Headers that bind the client's session to its endpoint."""
@@ -180,7 +180,7 @@ class DuplexExchange:
             self._has_trailers = True
             return self._decide()
         if self.request is None:
-            raise missing_body()
+            raise missing_body_refusal()
         return [CONTINUE_REQUEST_TRAILERS] if self.request.sent is not None else []
 
     def _decide_without_body(self, head: RequestHead) -> list[bytes]:
@@ -203,7 +203,7 @@ class DuplexExchange:
         choices = options.buffered_choices if self._is_whole else options.duplex_choices
         attachment = GatewayProperties(choices, subset, is_bundle=False)
         if self._is_copy:
-            core, theirs = self._context.core, first_choice_of_other(head, self._chosen)
+            core, theirs = self._context.core, other_picker_choice(head, self._chosen)
             found, went_to = compare_picks(core, arrival, attachment, theirs, self._context.clock())
             self._context.metrics.count_shadow_pick(found)
             if not went_to:
@@ -217,7 +217,7 @@ class DuplexExchange:
         if is_end and self.request is not None and self.request.sent is not None:
             self._answer.is_whole = True
             if self._reporters:
-                answers[-1] += reports_metadata(self._reporters, self._answer.usage(), self._plugin_failed)
+                answers[-1] += usage_reports_metadata(self._reporters, self._answer.usage(), self._plugin_failed)
             self.on_stream_closed()
         return answers
 

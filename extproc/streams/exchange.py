@@ -18,7 +18,15 @@ from extproc.core.effects import Decision, RequestHeld, RequestRefused
 from extproc.core.request_record import BUNDLE, GatewayProperties
 from extproc.errors import BadRequest, InternalError, Refusal
 from extproc.streams.direct_responses import OWN_CALLS, direct_call_response, direct_response
-from extproc.streams.headers import UNKNOWN, StreamOrigin, error_form, is_encoded, read_header, read_status, read_subset
+from extproc.streams.headers import (
+    UNKNOWN,
+    StreamOrigin,
+    error_form,
+    is_encoded,
+    read_endpoint_subset,
+    read_header,
+    read_status,
+)
 from extproc.streams.message_order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
 from extproc.streams.request import StreamRequest
 from extproc.streams.responses import (
@@ -27,8 +35,8 @@ from extproc.streams.responses import (
     CONTINUE_REQUEST_TRAILERS,
     CONTINUE_RESPONSE_HEADERS,
     SEND_ANSWER,
-    chosen_decision_answer,
     decision_answer,
+    envoy_routed_decision_answer,
     longer_wait_answer,
     passing_answers,
     refusal_answer,
@@ -53,7 +61,7 @@ _SHADOW_ADVICE: Final = "set observability_mode, header modes SEND, both body mo
 _DUPLEX_ADVICE: Final = "set both body modes FULL_DUPLEX_STREAMED, header and trailer modes SEND"
 
 
-class ModeExchange(Protocol):
+class BodyModeExchange(Protocol):
     """The exchange in one mode of bodies."""
 
     @property
@@ -102,7 +110,7 @@ class DuplexFactory(Protocol):
         request: BodyMode,
         answer: BodyMode,
         is_copy: bool = False,
-    ) -> ModeExchange:
+    ) -> BodyModeExchange:
         """A new one."""
         ...
 
@@ -126,7 +134,7 @@ class Exchange:
         self._is_trusted = is_trusted
         self._origin = origin
         self._opened_at_s = context.clock()
-        self._conversation: ModeExchange | None = None
+        self._conversation: BodyModeExchange | None = None
         self._order: MessageOrder | None = None
         self._answer_mode = BodyMode.NONE
         # the request is answered, by extproc or another filter: the rest of it is dropped, and any answer passes
@@ -193,8 +201,8 @@ class Exchange:
                 self._context.metrics.recent.on_early_refusal(conversation.head, refusal, self._context.clock())
             return [self._refusal_answer(refusal, conversation.head)]
 
-    def _begin(self, first: ProcessingRequest) -> tuple[MessageOrder, ModeExchange]:
-        conversation: ModeExchange
+    def _begin(self, first: ProcessingRequest) -> tuple[MessageOrder, BodyModeExchange]:
+        conversation: BodyModeExchange
         request, answer = self._body_modes(first)
         if self._is_copy:
             # copies come in pieces or whole, and nothing waits for us
@@ -211,7 +219,7 @@ class Exchange:
             self._context.options.pool is not None and bool(first.protocol_config.response_body_mode)
         )
         if has_body and (request is BodyMode.STREAMED or (is_duplex and request is BodyMode.NONE)):
-            raise unsupported_body_mode(request)
+            raise unsupported_body_mode_error(request)
         if is_duplex:
             conversation = self._new_duplex(self._context, self._is_trusted, request=request, answer=answer)
         else:
@@ -234,7 +242,7 @@ class Exchange:
             return BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED
         return BodyMode.BUFFERED, BodyMode.STREAMED
 
-    def _receive_answer(self, conversation: ModeExchange, message: ProcessingRequest, kind: str) -> list[bytes]:
+    def _receive_answer(self, conversation: BodyModeExchange, message: ProcessingRequest, kind: str) -> list[bytes]:
         request = conversation.request
         if not self._is_answered and (request is None or request.sent is None):
             self.on_answered_elsewhere()
@@ -298,7 +306,7 @@ class Exchange:
         self._context.metrics.on_stream_closed(self._context.clock() - self._opened_at_s)
 
 
-def decision_messages(conversation: ModeExchange, own: Decision | RequestRefused | None) -> list[bytes]:
+def decision_messages(conversation: BodyModeExchange, own: Decision | RequestRefused | None) -> list[bytes]:
     """The messages to the gateway about a request; none while something is pending."""
     match own:
         case Decision():
@@ -311,12 +319,12 @@ def decision_messages(conversation: ModeExchange, own: Decision | RequestRefused
             return []
 
 
-def missing_body() -> BadRequest:
+def missing_body_refusal() -> BadRequest:
     """The refusal of a request whose headers have been answered, when it is too late to choose an engine."""
     return BadRequest("The request has trailers and no body; send a JSON object with at least 'model'.")
 
 
-def unsupported_body_mode(mode: BodyMode) -> IllegalMessage:
+def unsupported_body_mode_error(mode: BodyMode) -> IllegalMessage:
     """With this mode, the body does not come, or comes when it is too late to choose an engine."""
     return IllegalMessage("request_headers", f"request_body_mode {mode.name}", "the gateway", _ADVICE)
 
@@ -358,7 +366,7 @@ class BufferedExchange:
         if kind == "request_body":
             return self._receive_body(message.request_body)
         if self._awaits_body:
-            raise missing_body()
+            raise missing_body_refusal()
         is_decided = self.request is not None and self.request.sent is not None
         return [CONTINUE_REQUEST_TRAILERS] if is_decided else []
 
@@ -381,7 +389,7 @@ class BufferedExchange:
         """The answer to the body, or to the headers where no body comes."""
         on_headers = self.head is not None and not (self.head.has_body and self._has_bodies)
         if self._server:
-            answer = chosen_decision_answer(decision, on_headers=on_headers)
+            answer = envoy_routed_decision_answer(decision, on_headers=on_headers)
         else:
             is_foreign = self._context.options.pool is not None
             answer = decision_answer(decision, on_headers=on_headers, removes_forged=is_foreign)
@@ -408,7 +416,7 @@ class BufferedExchange:
         self._is_mirrored = bool(origin.mirror)
         self._server, is_foreign = origin.server, self._context.options.pool is not None
         has_subset = message.HasField("metadata_context") or self._context.options.conformance
-        subset = self._context.allowed_addresses(head, read_subset(message)) if has_subset else None
+        subset = self._context.allowed_addresses(head, read_endpoint_subset(message)) if has_subset else None
         self._attachment = self._attached(subset)
         if not self._server and not is_foreign:
             answer = direct_response(self._context, head)
@@ -416,7 +424,7 @@ class BufferedExchange:
                 return [answer]
             self._context.core.builder.check_head(head)
         if head.has_body and not self._has_bodies and self._reads_body(head):
-            raise unsupported_body_mode(BodyMode.NONE)
+            raise unsupported_body_mode_error(BodyMode.NONE)
         if not (head.has_body and self._has_bodies):
             return self._begin(head, b"")
         self._awaits_body = True

@@ -137,7 +137,7 @@ def read_retry_after(text: str) -> float | None:
     return float(text) if len(text) <= _MOST_DIGITS and text.isascii() and text.isdigit() else None
 
 
-def read_subset(message: ProcessingRequest) -> list[str] | None:
+def read_endpoint_subset(message: ProcessingRequest) -> list[str] | None:
     """The endpoints that the gateway allows, which it writes as a list or as one string; None: it does not restrict
     them.
     """
@@ -149,13 +149,13 @@ def read_subset(message: ProcessingRequest) -> list[str] | None:
     return [part.strip() for part in value.string_value.split(",") if part.strip()]
 
 
-def read_served(message: ProcessingRequest) -> str:
+def read_served_endpoint(message: ProcessingRequest) -> str:
     """The endpoint that answered, or an empty string if the gateway does not report it."""
     value = metadata_value(message.metadata_context, LB_NAMESPACE, SERVED)
     return value.string_value if value is not None else ""
 
 
-def read_chosen(message: ProcessingRequest) -> str:
+def read_chosen_endpoints(message: ProcessingRequest) -> str:
     """The endpoints that another picker has chosen, or an empty string if the gateway does not report it."""
     value = metadata_value(message.metadata_context, LB_NAMESPACE, DESTINATION)
     return value.string_value if value is not None else ""

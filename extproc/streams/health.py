@@ -13,7 +13,7 @@ from extproc.rpc.server import RpcFailed, RpcServer, Status
 if TYPE_CHECKING:
     import socket
 
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
     from extproc.rpc.server import RpcCall
 
 EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -25,7 +25,7 @@ INFERENCE_EXTENSION: Final = "inference-extension"
 _ENVOY: Final = "Envoy"
 
 
-class Health:
+class HealthService:
     """Answers health checks, and records when Envoy sends one; other programs' probes are no evidence of Envoy."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -77,7 +77,7 @@ async def _service(call: RpcCall) -> str:
 class HealthPort:
     """``health`` on a port of its own, without TLS."""
 
-    def __init__(self, health: Health) -> None:
+    def __init__(self, health: HealthService) -> None:
         self._server = RpcServer(health.handlers)
 
     async def start(self, listening: socket.socket) -> None:

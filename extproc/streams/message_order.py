@@ -15,7 +15,7 @@ import enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from extproc.core.states import IllegalEvent
+from extproc.core.request_states import IllegalEvent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

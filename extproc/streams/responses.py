@@ -297,7 +297,7 @@ def decision_answer(decision: Decision, *, on_headers: bool = False, removes_for
     return _decision_answer(decision, _CLEAR_ROUTE_CACHE, _REQUEST_BODY_TAG, _RESPONSE_TAG, forged)
 
 
-def chosen_decision_answer(decision: Decision, *, on_headers: bool) -> bytes:
+def envoy_routed_decision_answer(decision: Decision, *, on_headers: bool) -> bytes:
     """The same where Envoy has chosen the server: its route stays. ``on_headers``: the request has no body."""
     if on_headers:
         return _decision_answer(decision, b"", _REQUEST_HEADERS_TAG, _HEADERS_RESPONSE_TAG)

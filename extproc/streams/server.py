@@ -16,7 +16,7 @@ from extproc.rpc.server import MOST_MESSAGE_BYTES, RpcFailed, RpcServer, Status
 from extproc.streams.access_log import receive_entries
 from extproc.streams.direct_responses import OWN_MESSAGES
 from extproc.streams.headers import read_origin
-from extproc.streams.health import EXTERNAL_PROCESSOR, Health
+from extproc.streams.health import EXTERNAL_PROCESSOR, HealthService
 from extproc.streams.message_order import ANSWER_KINDS, IllegalMessage
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 from extproc.task_supervisor import FailureLog
@@ -106,7 +106,7 @@ class GrpcServer:
         self._open = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self.health = Health(context.metrics)
+        self.health = HealthService(context.metrics)
         handlers = {
             f"/{EXTERNAL_PROCESSOR}/Process": self._process,
             f"/{ACCESS_LOG}/StreamAccessLogs": self._stream_access_logs,
@@ -230,7 +230,9 @@ class GrpcServer:
         context, is_stream = self._streams, metadata.get(STORE_KIND) == "stream"
         if body is not None:
             ticket = metadata.get(STORE_TICKET, "")
-            context.perform(context.core.on_answer(ticket, "stream" if is_stream else "json", body, context.clock()))
+            context.perform(
+                context.core.on_cacheable_answer(ticket, "stream" if is_stream else "json", body, context.clock())
+            )
         await call.write(b"")
 
 

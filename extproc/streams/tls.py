@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.reload import Reloadable
+from extproc.file_reloading import Reloadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cryptography.x509 import Certificate
 
-    from extproc.metrics.registry import TlsMetrics
+    from extproc.metrics.request_metrics import TlsMetrics
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
     key: Path
 
 
-class TlsLimits(msgspec.Struct, frozen=True):
+class TlsRequirements(msgspec.Struct, frozen=True):
     """What clients must offer. ``min_version``: 1.2 or 1.3. ``ciphers``: suites of TLS 1.2 by OpenSSL's names, with
     colons between them; empty: its own choice.
     """
@@ -93,7 +93,7 @@ class ReloadingCertificate:
         files: TlsFiles | None,
         metrics: TlsMetrics,
         now: Callable[[], dt.datetime],
-        limits: TlsLimits = TlsLimits(),  # noqa: B008 - a frozen struct
+        limits: TlsRequirements = TlsRequirements(),  # noqa: B008 - a frozen struct
     ) -> None:
         self._files = files
         self._limits = limits

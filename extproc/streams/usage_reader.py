@@ -117,7 +117,7 @@ def _count(value: object) -> int | None:
     return value if isinstance(value, int) and is_count else None
 
 
-def reports_metadata(
+def usage_reports_metadata(
     reporters: Iterable[UsageReporter], usage: ReportedUsage, failed: Callable[[PluginFailed], None]
 ) -> bytes:
     """Of a serialized ProcessingResponse, to be appended to it; empty if there is nothing to report.

@@ -193,7 +193,7 @@ def _part(block: Object, path: str, dropped: DroppedFields) -> Object:
             return {"type": "text", "text": data}
         name = as_text(block.get("title"), f"{path}.title") or "document.pdf"
         return {"type": "file", "file": {"filename": name, "file_data": _url(source, path)}}
-    raise json_fields.untranslatable_request(
+    raise json_fields.untranslatable_request_refusal(
         path, f"a block of type {kind}" + (f" with source {source.get('type')}" if source else "")
     )
 
@@ -247,7 +247,7 @@ def _call(block: Object) -> Object:
 def _tool(tool: Object, dropped: DroppedFields) -> Object:
     kind = json_fields.type_of(tool)
     if kind not in ("", "custom"):
-        raise json_fields.untranslatable_request("tools", f"one of type {kind}")
+        raise json_fields.untranslatable_request_refusal("tools", f"one of type {kind}")
     dropped.add_unknown(tool, _TOOL, "tools")
     function = {"name": as_text(tool.get("name"), "tools.name"), "parameters": member_object(tool, "input_schema")}
     more = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
@@ -373,7 +373,7 @@ def _block(found: Object, dropped: DroppedFields) -> Object:
     if kind == "file" and file.get("file_data") is not None:
         out = {"type": "document", "source": _source(as_text(file["file_data"], f"{path}.file.file_data"))}
         return {**out, "title": file["filename"]} if file.get("filename") else out
-    raise json_fields.untranslatable_request(path, f"a part of type {kind}")
+    raise json_fields.untranslatable_request_refusal(path, f"a part of type {kind}")
 
 
 def _source(url: str) -> Object:

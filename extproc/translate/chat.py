@@ -163,7 +163,7 @@ def tool_functions(request: Object, dropped: DroppedFields) -> Iterator[Object]:
     """A request's tools: name, description, parameters, strict."""
     for tool in as_objects(request.get("tools"), "tools"):
         if tool.get("type") != "function":
-            raise json_fields.untranslatable_request("tools", f"one of type {tool.get('type')}")
+            raise json_fields.untranslatable_request_refusal("tools", f"one of type {tool.get('type')}")
         function = json_fields.as_object(tool.get("function"), "tools.function")
         dropped.add_unknown(function, _FUNCTION, "tools.function")
         as_text(function.get("name"), "tools.function.name")

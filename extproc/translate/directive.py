@@ -45,7 +45,7 @@ class TranslationDirective(msgspec.Struct, frozen=True, omit_defaults=True):
 decode_directive: Final = msgspec.json.Decoder(TranslationDirective).decode
 
 
-def engine_api(client: Api | None, served: Collection[str]) -> Api | None:
+def translation_target_api(client: Api | None, served: Collection[str]) -> Api | None:
     """To which of the ``served`` APIs, by name, requests of ``client`` are translated; None: to none."""
     if client is None:
         return None

@@ -244,7 +244,7 @@ def anthropic_error(error: Object) -> Object:
     return {"type": "error", "error": {"type": kind, "message": error["message"]}}
 
 
-def untranslatable_request(path: str, what: str) -> Refusal:
+def untranslatable_request_refusal(path: str, what: str) -> Refusal:
     """Of a request whose content or tools an engine's API cannot have: the model would answer another one."""
     return BadRequest(
         f"`{path}` has {what:.128}, which has no counterpart in the API of this model's engines; send texts, images "
@@ -253,7 +253,7 @@ def untranslatable_request(path: str, what: str) -> Refusal:
     )
 
 
-def malformed_request(error: Malformed) -> Refusal:
+def malformed_request_refusal(error: Malformed) -> Refusal:
     """Of a client's body."""
     return BadRequest(f"This request cannot be translated for this model's engines: {error}.")
 

@@ -210,7 +210,7 @@ def _messages(items: list[Object], dropped: DroppedFields) -> Iterator[Object]:
 
 def _message(item: Object, kind: object, dropped: DroppedFields) -> Object:
     if kind != "message":
-        raise json_fields.untranslatable_request("input", f"an item of type {kind}")
+        raise json_fields.untranslatable_request_refusal("input", f"an item of type {kind}")
     role, content = item.get("role"), item.get("content")
     if role not in ("user", "system", "developer"):
         raise Malformed("input.role must be user, assistant, system or developer")
@@ -250,7 +250,7 @@ def _part(found: Object, dropped: DroppedFields) -> Object:
     if kind == "input_file" and found.get("file_data") is not None:
         file = {name: found[name] for name in ("file_data", "filename") if found.get(name) is not None}
         return {"type": "file", "file": file}
-    raise json_fields.untranslatable_request(path, f"a part of type {kind}")
+    raise json_fields.untranslatable_request_refusal(path, f"a part of type {kind}")
 
 
 def _detail(item: Object, at: int) -> Object:
@@ -267,7 +267,7 @@ def _detail(item: Object, at: int) -> Object:
 
 def _tool(tool: Object, dropped: DroppedFields) -> Object:
     if json_fields.type_of(tool) != "function":
-        raise json_fields.untranslatable_request("tools", f"one of type {tool.get('type')}")
+        raise json_fields.untranslatable_request_refusal("tools", f"one of type {tool.get('type')}")
     dropped.add_unknown(tool, _TOOL, "tools")
     function = {
         "name": as_text(tool.get("name"), "tools.name"),
@@ -381,7 +381,7 @@ def _input_part(found: Object, dropped: DroppedFields) -> Object:
     file = member_object(found, "file")
     if kind == "file" and file:
         return {"type": "input_file", **{name: one for name, one in file.items() if one is not None}}
-    raise json_fields.untranslatable_request(path, f"a part of type {kind}")
+    raise json_fields.untranslatable_request_refusal(path, f"a part of type {kind}")
 
 
 # Answers
@@ -442,7 +442,7 @@ def answer_from_chat(answer: Object) -> Object:
     stream.add_chunk(
         {**answer, "choices": [{**answer["choices"][0], "delta": _in_pieces(message)}]} if message else answer
     )
-    return stream.whole()
+    return stream.whole_answer()
 
 
 def _in_pieces(message: Object) -> Object:
@@ -748,7 +748,7 @@ class FromChunks:
         item.item["status"] = "completed"
         self._emit("response.output_item.done", output_index=item.at, item=item.item)
 
-    def whole(self) -> Object:
+    def whole_answer(self) -> Object:
         """The answer, ended."""
         self._close()
         for item in self._calls.values():
@@ -762,7 +762,7 @@ class FromChunks:
 
     def finish(self) -> list[bytes]:
         """The end of a whole answer."""
-        answer = self.whole()
+        answer = self.whole_answer()
         self._emit(f"response.{answer['status']}", response=answer)
         return self._written()
 

@@ -74,7 +74,7 @@ class _Dialect(Protocol):
     def FromChunks(self, *, include_usage: bool) -> FromChunks: ...  # noqa: N802 - the same
 
 
-class Translated(msgspec.Struct, frozen=True):
+class TranslatedRequest(msgspec.Struct, frozen=True):
     """A request for the engine.
 
     ``dropped``: dotted paths of the client's fields that the engine's API has no place for; letters, digits, ``_``,
@@ -106,7 +106,7 @@ class Translation(msgspec.Struct, frozen=True):
         version = DEFAULT_ANTHROPIC_VERSION if self.engine == "messages" else None
         return ((ANTHROPIC_VERSION, version), (_ANTHROPIC_BETA, None))
 
-    def translate_request(self, body: bytes, *, strict: bool) -> Translated:
+    def translate_request(self, body: bytes, *, strict: bool) -> TranslatedRequest:
         """The engine's body. Raises BadRequest if the client's is invalid or has what would be missed; if ``strict``,
         also if anything is dropped.
         """
@@ -117,13 +117,13 @@ class Translation(msgspec.Struct, frozen=True):
             found = engine.from_chat(client.to_chat(given, dropped), dropped)
             out = json_fields.encode_json(found)
         except Malformed as error:
-            raise json_fields.malformed_request(error) from None
+            raise json_fields.malformed_request_refusal(error) from None
         if strict and dropped.paths:
             names = ", ".join(dropped.paths)
             raise BadRequest(f"The engines of this model have no counterpart for: {names}.", param=dropped.paths[0])
         is_stream = found.get("stream") is True
         include_usage = self.client != "chat" or options.get("include_usage") is True
-        return Translated(out, dropped.paths, is_stream, include_usage)
+        return TranslatedRequest(out, dropped.paths, is_stream, include_usage)
 
     def translate_answer(self, status: int, body: bytes) -> bytes:
         """The engine's whole answer or error, in the client's form. Raises UntranslatableAnswer."""

@@ -140,7 +140,7 @@ def test_engines_behind_tls_and_a_key_are_asked_and_written_with_both(
     found = made(tmp_path / "new", "--engine", f"https://{address}", *words, *key, *own)
     (server,) = found.servers
     assert (server.spec.model, server.spec.engine) == ("meta/llama", "SGLang")
-    assert server.spec.connection.files == (key[1], words[1])
+    assert server.spec.connection.referenced_files == (key[1], words[1])
     assert server.spec.connection.tls is not None
     assert server.spec.connection.tls.server_name == NAME
     assert "sk-engine" not in (tmp_path / "new/attache.yaml").read_text()
@@ -280,7 +280,7 @@ def test_tls_names_the_files_that_are_there(tmp_path: Path) -> None:
     for one in files:
         one.write_text("x")
     found = made(tmp_path / "new", "--tls", *map(str, files))
-    assert found.gateway.listeners[0].files == tuple(map(str, files))
+    assert found.gateway.listeners[0].referenced_files == tuple(map(str, files))
 
 
 def test_a_port_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bench.stack.stack import documents
-from controller.audit import Audit, Place, add_audit_option, caused_by, file_recorder, opened_audit, place_of
+from controller.audit import (
+    AuditedObject,
+    AuditLog,
+    add_audit_option,
+    caused_by,
+    file_recorder,
+    object_place_from_path,
+    open_audit,
+)
 from controller.bundle.sync import BundleSync
 from controller.gateway.directory_writer import DirectoryWriter
 from extproc.api.config_loader import ConfigDirectory
@@ -23,17 +31,17 @@ if TYPE_CHECKING:
 DEPLOYMENT = "/apis/apps/v1/namespaces/team/deployments/llama"
 
 
-def entries(folder: Path, write: Callable[[Audit], None]) -> list[dict[str, Any]]:
+def entries(folder: Path, write: Callable[[AuditLog], None]) -> list[dict[str, Any]]:
     """The lines that ``write`` causes."""
     file = folder / "audit.log"
-    with opened_audit(str(file), CollectorRegistry()) as audit:
+    with open_audit(str(file), CollectorRegistry()) as audit:
         assert audit is not None
         write(audit)
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def test_a_write_is_a_line_with_who_what_and_why(tmp_path: Path) -> None:
-    def write(audit: Audit) -> None:
+    def write(audit: AuditLog) -> None:
         answer = {"metadata": {"name": "llama", "uid": "u", "resourceVersion": "7"}}
         with (
             caused_by(of="AutoscalingPolicyBinding team/one"),
@@ -71,20 +79,20 @@ def test_a_write_is_a_line_with_who_what_and_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "place"),
     [
-        (DEPLOYMENT, Place("apps/v1", "deployments", "team", "llama")),
-        ("/api/v1/namespaces/team/pods", Place("v1", "pods", "team")),
-        ("/api/v1/namespaces/team/pods/a/eviction", Place("v1", "pods", "team", "a", "eviction")),
-        ("/api/v1/nodes/n%2F1", Place("v1", "nodes", "", "n/1")),
-        ("/api/v1/namespaces/team", Place("v1", "namespaces", "", "team")),
-        ("/apis/a.dev/v1/models", Place("a.dev/v1", "models")),
+        (DEPLOYMENT, AuditedObject("apps/v1", "deployments", "team", "llama")),
+        ("/api/v1/namespaces/team/pods", AuditedObject("v1", "pods", "team")),
+        ("/api/v1/namespaces/team/pods/a/eviction", AuditedObject("v1", "pods", "team", "a", "eviction")),
+        ("/api/v1/nodes/n%2F1", AuditedObject("v1", "nodes", "", "n/1")),
+        ("/api/v1/namespaces/team", AuditedObject("v1", "namespaces", "", "team")),
+        ("/apis/a.dev/v1/models", AuditedObject("a.dev/v1", "models")),
     ],
 )
-def test_a_path_names_an_object(path: str, place: Place) -> None:
-    assert place_of(path) == place
+def test_a_path_names_an_object(path: str, place: AuditedObject) -> None:
+    assert object_place_from_path(path) == place
 
 
 def test_secrets_and_values_of_environment_variables_are_not_written(tmp_path: Path) -> None:
-    def write(audit: Audit) -> None:
+    def write(audit: AuditLog) -> None:
         secret = {"metadata": {"name": "s"}, "data": {"key": "canary"}, "stringData": {"key": "canary"}}
         audit.record_write("a", "POST", "/api/v1/namespaces/n/secrets", body=secret, answer=None)
         container = {"name": "engine", "env": [{"name": "TOKEN", "value": "canary"}, {"name": "X", "valueFrom": {}}]}
@@ -98,7 +106,7 @@ def test_secrets_and_values_of_environment_variables_are_not_written(tmp_path: P
 
 
 def test_long_changes_are_digests_and_what_changes_nothing_is_left_out(tmp_path: Path) -> None:
-    def write(audit: Audit) -> None:
+    def write(audit: AuditLog) -> None:
         for plural in ("leases", "events", "subjectaccessreviews"):
             audit.record_write("a", "POST", f"/apis/x/v1/namespaces/n/{plural}", body={}, answer=None)
         body = {"spec": {"text": "x" * 100_000}}
@@ -112,7 +120,7 @@ def test_long_changes_are_digests_and_what_changes_nothing_is_left_out(tmp_path:
 
 
 def test_files_of_a_directory_are_entries(tmp_path: Path) -> None:
-    def write(audit: Audit) -> None:
+    def write(audit: AuditLog) -> None:
         writer = DirectoryWriter(tmp_path / "config", file_recorder(audit, "gateway"))
         with caused_by(reason="objects have changed"):
             writer.write({"gateway.json": b"1", "modelroute.a.json": b"2"})
@@ -133,7 +141,7 @@ def test_files_of_a_bundle_are_entries_with_the_configuration(tmp_path: Path) ->
     config.mkdir()
     (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={}))
 
-    def write(audit: Audit) -> None:
+    def write(audit: AuditLog) -> None:
         sync = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x", None, file_recorder(audit, "bundle"))
         sync.write_first_bundle(lambda: 0.0)
         sync.sync_once(lambda: 1.0)
@@ -147,7 +155,7 @@ def test_files_of_a_bundle_are_entries_with_the_configuration(tmp_path: Path) ->
 
 def test_a_log_that_cannot_be_written_stops_nothing_and_is_counted() -> None:
     registry = CollectorRegistry()
-    with opened_audit("/dev/full", registry) as audit:
+    with open_audit("/dev/full", registry) as audit:
         assert audit is not None
         audit.record_write("a", "PUT", DEPLOYMENT, body={}, answer=None)
         audit.record_write("a", "PUT", DEPLOYMENT, body={"spec": {"replicas": {1, 2}.__iter__()}}, answer=None)
@@ -158,5 +166,5 @@ def test_a_log_that_cannot_be_written_stops_nothing_and_is_counted() -> None:
 def test_without_the_option_there_is_none() -> None:
     made = argparse.ArgumentParser()
     add_audit_option(made)
-    with opened_audit(made.parse_args([]).audit_log, CollectorRegistry()) as audit:
+    with open_audit(made.parse_args([]).audit_log, CollectorRegistry()) as audit:
         assert audit is None

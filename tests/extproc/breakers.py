@@ -15,5 +15,5 @@ def trip(table: EndpointTable, row: int, now: float, *, times: int = 1) -> float
     """The breaker of the row opens; returns the end of its pause. ``times``: in a row."""
     for _ in range(times):
         key = breaker_key("default/llama", table.addresses[row])
-        set_breaker(table, row, table.breakers[row].opened(key, now, needed=1))
+        set_breaker(table, row, table.breakers[row].after_opening(key, now, needed=1))
     return table.breakers[row].reopen_at_s

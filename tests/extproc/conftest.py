@@ -10,8 +10,8 @@ import pytest
 
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.core.effects import Decision, RequestRefused, RequestSettled
-from extproc.core.states import State
+from extproc.core.effects import Decision, OutcomeJoined, RequestRefused
+from extproc.core.request_states import RequestState
 from extproc.streams.context import GatewayOptions, StreamContext
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from extproc.api.snapshot import Snapshot
     from extproc.core.effects import Effect
     from extproc.core.request_record import Outcome, RequestHead
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
 
 CONFIG = b"""
 apiVersion: attache.dev/v1alpha1
@@ -60,14 +60,14 @@ def decide(core: Core, head: RequestHead, body: bytes, now: float = 0.0) -> Deci
     return own
 
 
-def settle(core: Core, outcome: Outcome, now: float) -> RequestSettled | None:
+def settle(core: Core, outcome: Outcome, now: float) -> OutcomeJoined | None:
     """What the outcome was joined with; None if nothing."""
-    return next((one for one in core.on_outcome(outcome, now) if isinstance(one, RequestSettled)), None)
+    return next((one for one in core.on_outcome(outcome, now) if isinstance(one, OutcomeJoined)), None)
 
 
 def in_some_state(core: Core) -> int:
     """How many requests the core knows of."""
-    return core.count_requests(*State)
+    return core.count_requests(*RequestState)
 
 
 def shell(core: Core, metrics: Metrics, now: Callable[[], float] = lambda: 5.0, **options: object) -> StreamContext:

@@ -17,7 +17,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from bench.stack.processes import free_ports
-from extproc.metrics.registry import TlsMetrics
+from extproc.metrics.request_metrics import TlsMetrics
 from extproc.page_server import PageLimits, PageServer
 from extproc.streams.tls import ReloadingCertificate
 from tests.waiting import eventually

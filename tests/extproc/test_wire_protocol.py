@@ -73,8 +73,8 @@ def test_fields_that_steer_engines_are_found(api: Api, name: str) -> None:
 def test_a_stream_lacks_usage_only_where_it_must_be_asked_for(api: Api) -> None:
     request = request_of(api, stream="true" if api.spec.body == "form" else True)
     assert request.is_streamed
-    assert request.leaves_usage_out == api.spec.usage_if_asked
-    assert request.asks_for_usage == (api.spec.reports_usage and not api.spec.usage_if_asked)
+    assert request.lacks_stream_usage == api.spec.usage_if_asked
+    assert request.reports_usage_unchanged == (api.spec.reports_usage and not api.spec.usage_if_asked)
 
 
 @EVERY_API

@@ -17,8 +17,8 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from controller.bundle.envoy.bundle import build_bundle
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.core.core import Core
 from extproc.llmd.picker_builder import picker_notes
 from tests.fuzz.values import broken

@@ -23,13 +23,13 @@ from controller.bundle.envoy.bundle import build_bundle
 from controller.gateway.compile.compiler import Compiler, file_name
 from controller.gateway.compile.gateway_api.backends import trim_endpoint_slice
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.gateway.compile.picker_mode import PickerCompiler
+from controller.gateway.compile.picker_mode import InferencePoolCompiler
 from controller.gateway.compile.pods import trimmed_engine_pod
-from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.client import ObjectList, WatchEvent
 from controller.kube.informer import InformerTiming, Store
-from controller.kube.kinds import KINDS, definition_of
+from controller.kube.kinds import KINDS, crd_object
 from controller.kube.resources import Object, key_of, parse_selector
+from controller.kube.shared_informers import InformerSet, SharedInformers
 from controller.models.kind_reconciler import PodLoads
 from controller.models.model.model_state import ModelSettings
 from controller.models.model.reconcile import reconcile as reconcile_model
@@ -387,7 +387,7 @@ def _with_odd_scalar(value: object, rng: random.Random) -> object:
 @functools.cache
 def _schemas() -> dict[str, dict[str, object]]:
     """Of our kinds, by name."""
-    return {one.resource.kind: one.schema for crd in map(definition_of, KINDS) for one in kinds_of(crd)}
+    return {one.resource.kind: one.schema for crd in map(crd_object, KINDS) for one in kinds_of(crd)}
 
 
 def admitted(thing: Object, schemas: Mapping[str, dict[str, object]]) -> Object | None:
@@ -459,7 +459,7 @@ def _put(compiler: Compiler, store: Mapping[str, Store], thing: Object) -> None:
 
 def _picker() -> Attempt:
     """A pool of another gateway: its objectives and rewrites are odd, its pods come and go."""
-    compiler = PickerCompiler("odd/pool", check_picker=InstalledPlugins())
+    compiler = InferencePoolCompiler("odd/pool", check_picker=InstalledPlugins())
     things = [*_objects(_GATEWAY_OBJECTS, ODD), *_objects(_PICKER_OBJECTS, ODD)]
     chosen = [
         one for one in things if one["kind"] in {"InferencePool", "Pod", "ConfigMap"} or "Inference" in one["kind"]
@@ -607,7 +607,7 @@ async def _resolved(cluster: _Cluster) -> tuple[list[object], list[object]]:
         running = tasks.create_task(informers.run())
         await cache.wait_until_synced()
         found: tuple[list[object], list[object]] = [], []
-        for key in list(informers.bindings()):
+        for key in list(informers.binding_keys()):
             view = informers.binding(key)
             if view is None:
                 continue

@@ -22,9 +22,9 @@ import yaml
 from controller.commands.epp import LaunchContext, plan_launch
 from controller.commands.epp_flags import FLAGS, FlagInvalid, read_flags
 from controller.gateway.compile.file_discovery import DiscoveryInvalid, FilePoolCompiler, parse_file_discovery
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
 from extproc.api.decode import read_picker_file
-from extproc.api.errors import ConfigInvalid
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Fault
 from extproc.core.peer_events import EngineReported, UnreadableBatch, decode_events
@@ -232,7 +232,7 @@ def _kv_events() -> Attempt:
     event = {**_stored(0), "block_hashes": [1, 2, 3, 4], "token_ids": list(_HONEST_TOKENS), "extra_keys": None}
     for _ in honest.apply(0, msgspec.msgpack.encode([0.0, [event], 0])):
         pass
-    chains = index.keys(_HONEST_TOKENS, adapter=None, salt=None)
+    chains = index.block_keys(_HONEST_TOKENS, adapter=None, salt=None)
     streams = [KvStream(index, EventSource(1, rank)) for rank in range(3)]
 
     def attempt(rng: random.Random) -> bool:
@@ -312,7 +312,7 @@ def _metrics_pages() -> Attempt:
                 all(one is None or (math.isfinite(one) and one >= 0) for one in numbers), f"{report} has an odd number"
             )
             event = EngineReported(SERVER, ADDRESS, report, reading.cache, reading.has_restarted)
-            scene.take(scene.core.on_metrics(event, scene.now()))
+            scene.take(scene.core.on_engine_report(event, scene.now()))
         scene.serve()
         return True
 
@@ -487,7 +487,7 @@ def _peer_messages() -> Attempt:
         except UnreadableBatch as refused:
             _must(str(refused).isprintable(), "a refusal would break a line of the log")
             return False
-        scene.take(scene.core.ingest(batch, scene.now()))
+        scene.take(scene.core.apply_peer_batch(batch, scene.now()))
         scene.take(scene.core.heartbeat(scene.now()))
         scene.serve()
         return True

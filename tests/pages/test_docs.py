@@ -11,11 +11,11 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.metrics import BundleMetrics
 from controller.bundle.sync import BundleSync
 from extproc.api.config_loader import ConfigDirectory
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tools.site_pages import PAGES, with_site_links
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_the_alerts_on_the_operations_page_use_metrics_that_there_are(tmp_path: 
     rules = [rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]]
     used = {name for rule in rules for name in re.findall(r"attache_[a-z_]+", rule["expr"])}
     registry = Metrics(list, lambda: 0.0, lambda: 0.0).registry
-    acknowledgements = Acknowledgements(lambda _: None, "bootstrap.json")
+    acknowledgements = AcknowledgementPoller(lambda _: None, "bootstrap.json")
     registry.register(BundleMetrics(BundleSync(ConfigDirectory(tmp_path), tmp_path, "path", acknowledgements)))
     known = set(re.findall(r"^# TYPE (\S+)", generate_latest(registry).decode(), re.MULTILINE))
     assert len(used) >= 6

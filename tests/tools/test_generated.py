@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from tools import architecture_tree, generated
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def test_the_states_of_a_request_are_drawn_as_their_module_draws_them() -> None:
     _, _, drawn = architecture_tree.with_parts(page).partition("b\n")
     assert "old" not in drawn
     assert drawn.endswith("```\n<!-- end of the states -->\nc\n")
-    assert {state.name for state in State} <= set(re.findall(r"[A-Z_]{2,}", drawn))
+    assert {state.name for state in RequestState} <= set(re.findall(r"[A-Z_]{2,}", drawn))
 
 
 def test_a_list_below_its_comment_is_written_anew_and_what_stands_around_it_stays() -> None:

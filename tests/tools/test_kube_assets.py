@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster.assets import AssetsMissing, built_in, find_assets, versions
+from bench.cluster.assets import AssetsMissing, asset_build_directory, find_assets, pinned_versions
 from tools.go_modules import go_mod_text, go_version
 from tools.kube_assets import linker_flags, module_file
 
@@ -46,9 +46,9 @@ def test_the_toolchains_version_is_read(said: str, version: tuple[int, int]) -> 
 
 def test_a_given_directory_comes_before_the_one_that_make_fills(tmp_path: Path) -> None:
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
-    made = built_in(cache)
-    assert made == tmp_path / "attache" / f"kube-{versions().kubernetes}"
-    assert built_in({}) == Path.home() / ".cache" / "attache" / made.name
+    made = asset_build_directory(cache)
+    assert made == tmp_path / "attache" / f"kube-{pinned_versions().kubernetes}"
+    assert asset_build_directory({}) == Path.home() / ".cache" / "attache" / made.name
     with pytest.raises(AssetsMissing, match="make kube-assets"):
         find_assets(cache)
     for folder in (made, tmp_path / "given"):
@@ -58,8 +58,8 @@ def test_a_given_directory_comes_before_the_one_that_make_fills(tmp_path: Path) 
     assert find_assets(cache).directory == made
     given = find_assets({**cache, "KUBEBUILDER_ASSETS": str(tmp_path / "given")})
     assert given.directory == tmp_path / "given"
-    assert given.has("etcd")
-    assert not given.has("kubectl")
+    assert given.has_binary("etcd")
+    assert not given.has_binary("kubectl")
     with pytest.raises(AssetsMissing, match="no kubectl"):
         given.binary("kubectl")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bench.cluster.node.scheduler import PodUnschedulable, choose_node, node_capacities
 from controller.kube.resources import NODES, PODS, Object, key_of
-from controller.models.model_infer.model_infer_state import PodGroups
+from controller.models.model_infer.model_infer_state import GangSchedulingApis
 from tests.fake_api.answers import ApiError
 from tests.virtual_cluster.clock import Clock, rfc3339
 from tests.virtual_cluster.manager import Faults, Manager
@@ -125,7 +125,7 @@ class VirtualCluster:
         reconcile: Callable[[ModelInferState, float], Plan],
         witness: Witness,
         *,
-        gang: PodGroups = PodGroups(),  # noqa: B008 - frozen
+        gang: GangSchedulingApis = GangSchedulingApis(),  # noqa: B008 - frozen
         has_capacity: bool = True,
         timing: EngineTiming = EngineTiming(),  # noqa: B008 - frozen
     ) -> None:

@@ -6,7 +6,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from bench.cluster.node.pod_spec import pod_spec
-from bench.cluster.node.pod_state_machine import NodeTiming, PodStateMachine, Remove, StartProcess, StatusWriter, Stop
+from bench.cluster.node.pod_state_machine import (
+    DeletePod,
+    NodeTiming,
+    PodStateMachine,
+    PodStatusBuilder,
+    StartProcess,
+    StopContainer,
+)
 from controller.kube.resources import PODS, Object, key_of
 from tests.fake_api.answers import ApiError
 
@@ -71,7 +78,7 @@ class EnginePod:
         self.is_gone = False
         self._server, self._clock, self._around = server, clock, around
         self.machine = PodStateMachine(pod_spec(pod), _TIMING, clock.now_s)
-        self._writer = StatusWriter(
+        self._writer = PodStatusBuilder(
             host_ip="10.0.0.1", pod_ip=f"10.1.{int(self.uid[-6:]) // 250}.{int(self.uid[-6:]) % 250}"
         )
         self._wakes_at_s = 0.0
@@ -93,9 +100,9 @@ class EnginePod:
         for action in self.machine.step(self._clock.now_s):
             if isinstance(action, StartProcess):
                 self._start(self.machine.containers[action.container])
-            elif isinstance(action, Stop):
+            elif isinstance(action, StopContainer):
                 self._stop(self.machine.containers[action.container], action.grace_s)
-            elif isinstance(action, Remove):
+            elif isinstance(action, DeletePod):
                 self.is_gone = True
                 self._remove()
                 return
@@ -215,7 +222,7 @@ class EnginePod:
             probe = one.probes.get("readiness")
             if probe is not None and one.state == "running":
                 for _ in range(max(probe.spec.successes, probe.spec.failures)):
-                    probe.result(ok=ready, message="")
+                    probe.record_result(ok=ready, message="")
         self.go_on()
 
     def _write_status(self) -> None:

@@ -25,7 +25,7 @@ from controller.kube.resources import (
     Resource,
     key_of,
 )
-from controller.models.model_infer.model_infer_state import ModelInferState, NodeCapacity, PodGroups, PodLoad
+from controller.models.model_infer.model_infer_state import GangSchedulingApis, ModelInferState, NodeCapacity, PodLoad
 from controller.models.model_infer_reconciler import OWNED, POD_GROUPS
 from tests.fake_api.answers import ApiError
 from tests.virtual_cluster.clock import rfc3339, seconds
@@ -218,7 +218,7 @@ class ClusterConditions(msgspec.Struct, frozen=True):
 
     loads: Mapping[str, PodLoad]
     asked: frozenset[str]
-    gang: PodGroups
+    gang: GangSchedulingApis
     has_capacity: bool
 
 
@@ -324,7 +324,7 @@ class Manager:
         reconcile: Callable[[ModelInferState, float], Plan],
         witness: Witness,
         *,
-        gang: PodGroups = PodGroups(),  # noqa: B008 - frozen
+        gang: GangSchedulingApis = GangSchedulingApis(),  # noqa: B008 - frozen
         has_capacity: bool = True,
     ) -> None:
         self._server, self._clock, self._faults = server, clock, faults

@@ -7,7 +7,7 @@ import itertools
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from controller.kube.kinds import KINDS, definition_of
+from controller.kube.kinds import KINDS, crd_object
 from controller.kube.resources import NODES, PODS, Object, Resource, key_of, split_key
 from tests.fake_api.kinds import Kinds, ServedKind
 from tests.fake_api.objects import Objects, ResourcePath, WriteOptions
@@ -24,7 +24,7 @@ NAMESPACE: Final = "default"
 @cache
 def _definitions() -> tuple[Object, ...]:
     """All kinds as CustomResourceDefinitions."""
-    return tuple(definition_of(one) for one in KINDS)
+    return tuple(crd_object(one) for one in KINDS)
 
 
 class VirtualApiServer:

@@ -247,5 +247,5 @@ async def test_a_gateway_that_is_trusted_chooses_no_other_servers_time_limit(tmp
             return await ask("hasty") == 504
 
         await eventually(is_cut_off)
-        (limit,) = {one.spec.traffic_policy.route for one in load_directory(stack.config).servers} - {""}
+        (limit,) = {one.spec.traffic_policy.route_settings_text for one in load_directory(stack.config).servers} - {""}
         assert await ask(ALIAS, **{"x-attache-policy": limit}) == 200

@@ -15,7 +15,7 @@ import pytest
 
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import documents, envoy_command
-from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.envoy_admin import read_envoy_state
 from extproc.api.config_loader import load_directory
 from extproc.api.status_pages import REPORT_PATH, ConfigReport
@@ -181,7 +181,7 @@ async def test_refused_routes_and_endpoints_are_said(writer: Writer) -> None:
         draft = file.with_suffix(".draft")
         draft.write_text(json.dumps(page))
         draft.replace(file)
-    acknowledgements = Acknowledgements(read_envoy_state, f"{writer.out}/bootstrap.json")
+    acknowledgements = AcknowledgementPoller(read_envoy_state, f"{writer.out}/bootstrap.json")
     acknowledgements.expect(load_directory(writer.config), writer.out, 0.0)
     found = []
 

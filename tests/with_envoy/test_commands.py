@@ -19,7 +19,7 @@ from tests.short_forms import SHORT_FORMS, ShortForm, as_parameter, check, comma
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 
 @pytest.mark.parametrize("short", [as_parameter(one) for one in SHORT_FORMS if one.needs_envoy])

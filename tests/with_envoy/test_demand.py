@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from bench.stack.processes import free_ports
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
-from controller.autoscaler.decision.signals import Signals
+from controller.autoscaler.decision.merged_gateway_reports import SignalAggregator
 from controller.kube.gateway_reports import DemandFeed
 from controller.kube.metrics_and_health import serve_pages
 from extproc.api.status_pages import LOADS_LABEL
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.autoscaler.decision.traffic import TrafficTotals
-    from extproc.api.status_pages import Demand
+    from extproc.api.status_pages import ProcessDemand
 
 POD = "attache/gateway"
 
@@ -36,7 +36,7 @@ class Manager:
         ip, _, port = address.partition(":")
         pod = {"metadata": {"labels": {LOADS_LABEL: port}}, "status": {"podIP": ip, "phase": "Running"}}
         self.server = server
-        self.signals = Signals(trusted=("attache",))
+        self.signals = SignalAggregator(trusted=("attache",))
         self.signals.set_subscriptions((server,), self.now())
         self.signals.set_gateways((POD,), self.now())
         self.feed = DemandFeed(lambda: {POD: pod}, self.hear, clock=self.now, rng=Random(0), trusted=("attache",))
@@ -46,13 +46,13 @@ class Manager:
     def now() -> float:
         return time.monotonic()  # noqa: TID251 - a real stack
 
-    def hear(self, gateway: str, message: Demand, at_s: float) -> None:
+    def hear(self, gateway: str, message: ProcessDemand, at_s: float) -> None:
         self.instances.add(message.instance)
         self.signals.ingest(gateway, message, at_s)
 
     def totals(self) -> TrafficTotals:
         now = self.now()
-        found = self.signals.merged_signals((self.server,), now).traffic.at(now)
+        found = self.signals.merged_signals((self.server,), now).traffic.totals_at(now)
         assert found is not None
         return found
 

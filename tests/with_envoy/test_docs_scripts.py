@@ -18,7 +18,7 @@ from tests.programs import not_tested
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 # What each prints in the end.
 SAYS = {

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from bench.stack.processes import free_ports
 from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
-from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.envoy_admin import read_envoy_state
 from controller.bundle.sync import wait_until_acknowledged
 from extproc.api.config_loader import load_directory
@@ -217,7 +217,7 @@ async def test_a_listener_whose_certificate_is_missing_is_refused_as_a_whole(sta
 
 async def test_envoy_is_seen_to_use_the_routes_of_every_listener(stack: Stack) -> None:
     bundle = stack.directory / "envoy"
-    acknowledgements = Acknowledgements(read_envoy_state, str(bundle / "bootstrap.json"))
+    acknowledgements = AcknowledgementPoller(read_envoy_state, str(bundle / "bootstrap.json"))
     assert wait_until_acknowledged(load_directory(stack.config), bundle, acknowledgements, wait_s=10.0), (
         acknowledgements.verdict
     )

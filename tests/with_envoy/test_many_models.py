@@ -17,11 +17,11 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.engine.mlserver import RepositoryServer
+from bench.engine.mlserver import FakeMlServer
 from bench.stack.processes import free_ports
 from bench.stack.stack import EngineFlags, running_stack
-from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
+from controller.agents.runtime.declared_adapters import SourcePolicy
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
 from controller.agents.runtime.server import AgentServer, serve_agent
@@ -50,7 +50,7 @@ BODY: Final = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data"
 class Server(NamedTuple):
     """A server of ten places."""
 
-    double: RepositoryServer
+    double: FakeMlServer
     host: str
     port: int
 
@@ -131,7 +131,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
         servers = []
         for host in HOSTS:
-            double = RepositoryServer(tmp_path / host / "repository", load_s=0.02, infer_s=0.01)
+            double = FakeMlServer(tmp_path / host / "repository", load_s=0.02, infer_s=0.01)
             server = Server(double, host, port)
             await server.start()
             stack.push_async_callback(double.stop)

@@ -15,9 +15,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from bench.live.client import LoadClient
+from bench.live.load_client import LoadClient
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
-from bench.workload.generators import Conversations, conversations
+from bench.workload.generators import Conversations, conversation_workload
 from tests.decision_log import LoggedOutcome, read_outcomes
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def predicted(directory: Path, *, publishes_events: bool) -> Predicted:
     async with running_stack(directory / "stack", flags, extproc_flags=logged, more=more) as stack:
         client = LoadClient(stack.url, ALIAS, speed=SPEED, on_result=lambda _: None)
         faults = asyncio.create_task(inject_faults(stack))
-        await client.send(conversations(SHAPE))
+        await client.send(conversation_workload(SHAPE))
         await faults
         await asyncio.sleep(1.0)  # for the last access log entries
     return summary(read_outcomes(log))

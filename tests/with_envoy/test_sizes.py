@@ -13,10 +13,10 @@ import httpx
 import pytest
 from aiohttp import web
 
-from bench.sizes.configuration import GatewayPorts, Sizes, configuration
+from bench.sizes.configuration import GatewayPorts, ObjectCounts, configuration
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import envoy_command
-from controller.bundle.acknowledgements import Acknowledgements
+from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
 from controller.bundle.envoy_admin import read_envoy_state, why_not_ready
 from extproc.api.config_loader import load_directory
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # More models than Envoy's list takes, more servers than Linux gives inotify instances to a user.
-SIZES = Sizes(models=150, routes=180, hosts=30, adapters=40, endpoints=300)
+SIZES = ObjectCounts(models=150, routes=180, hosts=30, adapters=40, endpoints=300)
 PLACE = "127.0.0.1:1"
 
 
@@ -37,7 +37,7 @@ class Large:
     asked.
     """
 
-    def __init__(self, folder: Path, sizes: Sizes, processes: Processes, http: httpx.AsyncClient) -> None:
+    def __init__(self, folder: Path, sizes: ObjectCounts, processes: Processes, http: httpx.AsyncClient) -> None:
         listen, admin, extproc, metrics, self.engines = free_ports(5)
         self.sizes, self.processes, self.http = sizes, processes, http
         self.url, self.pages = f"http://127.0.0.1:{listen}", f"http://127.0.0.1:{metrics}"
@@ -90,7 +90,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 @pytest.fixture
 async def large(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Large]:
     """Of ``SIZES``, or of the sizes that a test is given."""
-    sizes: Sizes = getattr(request, "param", SIZES)
+    sizes: ObjectCounts = getattr(request, "param", SIZES)
     async with Processes(tmp_path) as processes, httpx.AsyncClient(timeout=120) as http:
         one = Large(tmp_path, sizes, processes, http)
         app = web.Application()
@@ -123,7 +123,7 @@ async def test_more_models_than_envoys_own_limits_are_served_and_listed_without_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("large", [Sizes()], indirect=True, ids=["1000-models"])
+@pytest.mark.parametrize("large", [ObjectCounts()], indirect=True, ids=["1000-models"])
 async def test_a_thousand_models_on_two_thousand_hosts_are_served_and_changed(large: Large) -> None:
     for model, host in (("model-2999", "localhost"), ("adapter-4999", "h1999.example.com")):
         answered = (await large.ask(model, host)).json()
@@ -187,7 +187,7 @@ async def test_models_come_and_go_one_after_another(large: Large) -> None:
 async def test_servers_that_become_few_are_served_on_and_by_an_envoy_that_starts_anew(large: Large) -> None:
     """They have files of endpoints then, which must be there before clusters name them."""
     few = configuration(
-        Sizes(models=20, routes=20, hosts=2, adapters=1, endpoints=40),
+        ObjectCounts(models=20, routes=20, hosts=2, adapters=1, endpoints=40),
         GatewayPorts(PLACE, PLACE, PLACE, engines=large.engines),
         "Open",
     )
@@ -216,7 +216,7 @@ async def test_an_envoy_that_starts_with_routes_that_it_refuses_is_not_ready_and
     page = json.loads(file.read_bytes())
     page["resources"][0]["max_direct_response_body_size_bytes"] = 1000
     file.write_text(json.dumps(page))
-    acknowledgements = Acknowledgements(read_envoy_state, f"{large.out}/bootstrap.json")
+    acknowledgements = AcknowledgementPoller(read_envoy_state, f"{large.out}/bootstrap.json")
     acknowledgements.expect(load_directory(large.config), large.out, 0.0)
     await large.processes.start("envoy", envoy_command(large.out))
 

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
-from controller.keys.changes import key_request, key_update
+from controller.keys.changes import parse_key_request, parse_key_update
 from controller.keys.store import KeyAdmin, KeyStoreFile
 from extproc.api.key_store import KEYS_FILE
 from tests.waiting import eventually
@@ -70,7 +70,7 @@ async def until(http: httpx.AsyncClient, key: str, wanted: int, of: str = "/v1/m
 
 
 def asked(name: str, **fields: object) -> Any:  # noqa: ANN401 - a request
-    return key_request({"name": name, "tenant": "acme", **fields})
+    return parse_key_request({"name": name, "tenant": "acme", **fields})
 
 
 async def test_openai_through_a_key_with_a_budget_and_a_model(
@@ -143,9 +143,9 @@ async def test_anthropic_through_a_key_with_a_budget_and_a_model(
 async def test_a_limit_of_a_key_holds_over_all_workers(http: httpx.AsyncClient, admin: KeyAdmin) -> None:
     made = admin.create(asked("limited"), "test")
     await until(http, made.key, 200, "chats")
-    admin.update("limited", key_update({"rateLimits": [{"unit": "month", "requests": 3}]}), "test")
+    admin.update("limited", parse_key_update({"rateLimits": [{"unit": "month", "requests": 3}]}), "test")
     await until(http, made.key, 429, "chats")
-    admin.update("limited", key_update({"rateLimits": []}), "test")
+    admin.update("limited", parse_key_update({"rateLimits": []}), "test")
     await until(http, made.key, 200, "chats")
 
 
@@ -184,11 +184,11 @@ async def test_a_rotated_key_overlaps_and_a_deleted_one_is_unknown(http: httpx.A
 async def test_a_key_expires(http: httpx.AsyncClient, admin: KeyAdmin) -> None:
     made = admin.create(asked("short"), "test")
     await until(http, made.key, 200)
-    record = admin.update("short", key_update({"expiresIn": "2s"}), "test")
+    record = admin.update("short", parse_key_update({"expiresIn": "2s"}), "test")
     assert record.expires_at is not None
     await until(http, made.key, 401)
     assert admin.now >= record.expires_at
-    admin.update("short", key_update({"expiresAt": None}), "test")
+    admin.update("short", parse_key_update({"expiresAt": None}), "test")
     await until(http, made.key, 200)
 
 

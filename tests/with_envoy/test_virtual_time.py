@@ -11,12 +11,12 @@ import pytest
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
-from bench.live.client import LoadClient
-from bench.reporting.results import Summary, summarize
+from bench.live.load_client import LoadClient
+from bench.reporting.request_results import Summary, summarize
 from bench.stack.stack import ALIAS, EngineFlags, documents, running_stack
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
-from bench.workload.generators import Conversations, conversations
+from bench.workload.generators import Conversations, conversation_workload
 from extproc.api.config_loader import load_snapshot
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ BLOCKS = 3000
 ENGINES = 3
 SPEED = 2.0
 # long enough prompts that a few milliseconds of HTTP do not count
-WORKLOAD = conversations(
+WORKLOAD = conversation_workload(
     Conversations(
         sessions=40,
         sessions_per_s=1.6,

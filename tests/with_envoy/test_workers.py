@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.live.client import LoadClient
-from bench.reporting.results import cached_token_ratio
+from bench.live.load_client import LoadClient
+from bench.reporting.request_results import cached_token_ratio
 from bench.stack.processes import has_spare, workers_of
 from bench.stack.stack import ALIAS, EngineFlags, running_stack
-from bench.workload.generators import Conversations, conversations
+from bench.workload.generators import Conversations, conversation_workload
 from tests.decision_log import read_outcomes
 from tests.examples import slow
 from tests.waiting import eventually
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from bench.reporting.results import RequestResult
+    from bench.reporting.request_results import RequestResult
     from bench.stack.stack import Stack
 
 MODES = [slow("Open"), "Close"]
@@ -52,7 +52,7 @@ async def routed(directory: Path, workers: int) -> Routed:
     logged = ("--decision-log", str(directory / "decisions"), "--decision-sample", "1")
     async with running_stack(directory / "stack", flags, workers=workers, extproc_flags=logged) as stack:
         client = LoadClient(stack.url, ALIAS, speed=6.0, on_result=results.append)
-        await client.send(conversations(SHAPE))
+        await client.send(conversation_workload(SHAPE))
     served = served_by(directory)
     good = [one for one in results if not one.error]
     imbalance = max(served.values()) / statistics.fmean(served.values())

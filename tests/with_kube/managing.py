@@ -14,11 +14,11 @@ from bench.cluster.control_plane import apply_crds
 from controller.kube.client import Client, connect
 from controller.kube.errors import NotFound
 from controller.kube.informer import InformerTiming
-from controller.kube.kinds import KINDS, definition_of
-from controller.kube.lease import LeaderElection, LeaseTiming
-from controller.kube.metrics import ManagerMetrics
-from controller.kube.queue import QueueTiming
+from controller.kube.kinds import KINDS, crd_object
+from controller.kube.leader_election import LeaderElection, LeaseTiming
+from controller.kube.manager_metrics import ManagerMetrics
 from controller.kube.resources import CRDS, EVENTS, MODEL_INFERS, PODS
+from controller.kube.work_queue import QueueTiming
 from controller.manager.runner import CONTROLLER, LeaderControllers, ManagerRunner, kopf_source
 from controller.models.controller import DecisionFunctions, ModelControllerSettings
 from controller.models.model.reconcile import reconcile
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from controller.kube.cluster_access import ClusterAccess
     from controller.kube.resources import Object, Resource
     from controller.models.controller import Source
-    from controller.models.kind_reconciler import Loads
+    from controller.models.kind_reconciler import LoadSource
     from controller.models.model_infer_reconciler import Decide
 
 IMPATIENT = InformerTiming(backoff_s=0.05, backoff_max_s=0.5, resync_s=2.0)
@@ -78,7 +78,7 @@ async def managing(
     decide: Decide = stand_in,
     with_kopf: bool = False,
     source: Source | None = None,
-    loads: Loads | None = None,
+    loads: LoadSource | None = None,
     scaling: Scaling | None = None,
     work: ModelControllerSettings | None = None,
 ) -> AsyncIterator[Managing]:
@@ -120,7 +120,7 @@ async def define_kinds(client: Client) -> None:
     """Serve our kinds. A server takes them once: applied again, they would cost as much as the first time."""
     if (client.access.server, None) in _DEFINED and await _serves_ours(client):
         return
-    await asyncio.gather(*(client.apply(CRDS, definition_of(kind), force=True) for kind in KINDS))
+    await asyncio.gather(*(client.apply(CRDS, crd_object(kind), force=True) for kind in KINDS))
     await eventually(lambda: _serves_ours(client))
     _DEFINED.add((client.access.server, None))
 

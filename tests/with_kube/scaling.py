@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from controller.api.autoscaling_binding import AutoscalingPolicyBinding
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
-    from controller.audit import Audit
+    from controller.audit import AuditLog
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.demand import Urgent
     from controller.kube.cluster_access import ClusterAccess
@@ -130,7 +130,7 @@ async def scaling(
     *,
     sources: SourceSettings = SourceSettings(),  # noqa: B008 - frozen
     is_real: bool = False,
-    audit: Audit | None = None,
+    audit: AuditLog | None = None,
 ) -> AsyncIterator[Scales]:
     """The scaling of a namespace. ``is_real``: with the real decision."""
     registry, records = CollectorRegistry(), DecisionRecords()

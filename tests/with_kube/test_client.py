@@ -25,7 +25,7 @@ from controller.kube.errors import (
     Unauthorized,
     Unreachable,
 )
-from controller.kube.metrics import observe_api_calls
+from controller.kube.manager_metrics import observe_api_calls
 from controller.kube.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE

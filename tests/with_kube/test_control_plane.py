@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench.cluster.assets import ROOT, versions
+from bench.cluster.assets import ROOT, pinned_versions
 from bench.cluster.control_plane import SCHEDULER, ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.node.node import gpu_node, running_nodes
 from bench.cluster.node.pod_state_machine import NodeTiming
@@ -45,16 +45,16 @@ async def kubectl(assets: ClusterBinaries, plane: ControlPlane, *words: str, use
 
 
 async def test_kubectl_finds_the_version_that_was_built(assets: ClusterBinaries, plane: ControlPlane) -> None:
-    if not assets.has("kubectl"):
+    if not assets.has_binary("kubectl"):
         not_tested("KUBECTL", NO_BINARY)
     said = await kubectl(assets, plane, "version")
     assert "Server Version: v" in said
     if "KUBEBUILDER_ASSETS" not in os.environ:
-        assert said.count(f"v{versions().kubernetes}") == 2
+        assert said.count(f"v{pinned_versions().kubernetes}") == 2
 
 
 async def test_one_user_may_do_everything_and_one_nothing(assets: ClusterBinaries, plane: ControlPlane) -> None:
-    if not assets.has("kubectl"):
+    if not assets.has_binary("kubectl"):
         not_tested("KUBECTL", NO_BINARY)
     assert (await kubectl(assets, plane, "auth", "can-i", "delete", "nodes")).splitlines()[-1] == "yes"
     refused = await kubectl(assets, plane, "auth", "can-i", "list", "pods", user="nobody.kubeconfig")
@@ -78,9 +78,9 @@ async def test_a_server_that_is_too_slow_for_a_definition_is_a_failed_start_and_
 
 @REAL
 async def test_crds_of_others_are_served(assets: ClusterBinaries, namespace: str, client: Client) -> None:
-    if not assets.crds.is_dir():
+    if not assets.crd_directory.is_dir():
         not_tested("CRDS", NO_BINARY)
-    assert await apply_crds(client, [assets.crds]) > 10
+    assert await apply_crds(client, [assets.crd_directory]) > 10
     spec: dict[str, Any] = {
         "selector": {"matchLabels": {"app": "engines"}},
         "targetPorts": [{"number": 8000}],
@@ -166,7 +166,7 @@ async def _created(client: Client, pod: dict[str, Any]) -> bool:
 
 
 async def test_a_silent_node_is_found_out_and_its_pods_are_evicted(assets: ClusterBinaries, tmp_path: Path) -> None:
-    if not assets.has("kube-controller-manager"):
+    if not assets.has_binary("kube-controller-manager"):
         not_tested("CONTROLLER_MANAGER", NO_BINARY)
     options = ControlPlaneOptions(scheduler=False, node_lifecycle=True, node_grace_s=5)
     # one of three: if most nodes fall silent, the controller thinks that the network is at fault and evicts nobody

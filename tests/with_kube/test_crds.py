@@ -13,7 +13,7 @@ import yaml
 
 from controller.kube.client import connect
 from controller.kube.errors import Invalid
-from controller.kube.kinds import KINDS, Kind, definition_of
+from controller.kube.kinds import KINDS, Kind, crd_object
 from controller.kube.resources import CRDS, MODEL_ROUTES, MODEL_SERVERS
 from tests.kube_objects import resource
 from tests.rule_cases import CASES, Case
@@ -82,7 +82,7 @@ async def test_every_rule_has_a_case_that_breaks_it(client: Client, namespace: s
             await client.create(OUR_KINDS[case.kind], document, dry_run=True)
         except Invalid as error:
             said += str(error)
-    rules = [rule for kind in KINDS for rule in rules_in(definition_of(kind))]
+    rules = [rule for kind in KINDS for rule in rules_in(crd_object(kind))]
     assert [rule for rule in rules if rule not in said] == []
 
 

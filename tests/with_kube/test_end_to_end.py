@@ -24,7 +24,7 @@ from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import Client, connect
 from controller.kube.errors import AlreadyExists
-from controller.kube.lease import LeaderElection
+from controller.kube.leader_election import LeaderElection
 from controller.kube.resources import (
     DEPLOYMENTS,
     GATEWAY_CONFIGS,
@@ -154,7 +154,7 @@ async def gateway_site(
 ) -> AsyncIterator[Site]:
     """The same behind the Gateway and the HTTPRoute of manifests/samples-gateway-api."""
     await define_kinds(client)
-    await define_others(client, assets.crds)
+    await define_others(client, assets.crd_directory)
     with contextlib.suppress(AlreadyExists):
         await create_plainly(client, "", gateway_class())
     for file in ("gateway.yaml", "inference-pool.yaml", "http-route.yaml"):

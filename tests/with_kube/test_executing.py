@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from controller.kube.cache import InformerSet, SharedInformers
-from controller.kube.executor import Executor, Expectations, NameStillTaken, ObjectRefused
 from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus
+from controller.kube.plan_executor import Executor, Expectations, NameStillTaken, ObjectRefused
 from controller.kube.resources import CONFIG_MAPS, MODEL_INFERS
+from controller.kube.shared_informers import InformerSet, SharedInformers
 from tests.with_kube.managing import define_kinds, model_infer
 from tests.with_kube.objects import config_map
 

@@ -14,7 +14,7 @@ from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import connect
 from controller.kube.errors import AlreadyExists
-from controller.kube.lease import LeaderElection
+from controller.kube.leader_election import LeaderElection
 from controller.kube.resources import (
     CONFIG_MAPS,
     CRDS,

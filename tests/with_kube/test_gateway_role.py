@@ -23,7 +23,7 @@ from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import connect
 from controller.kube.errors import ClusterError
 from controller.kube.informer import InformerTiming
-from controller.kube.lease import LeaderElection
+from controller.kube.leader_election import LeaderElection
 from controller.kube.resources import (
     CONFIG_MAPS,
     EVENTS,
@@ -34,8 +34,8 @@ from controller.kube.resources import (
     PODS,
     Resource,
 )
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory
-from extproc.api.errors import ConfigInvalid
 from extproc.api.status_pages import REPORT_PATH, ConfigReport
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually

@@ -74,7 +74,7 @@ async def test_a_thread_that_ends_by_itself_is_an_error(kube: Kube) -> None:
     async def operate(_: object) -> None:
         raise RuntimeError("nobody expects this")
 
-    handlers.operate = operate  # type: ignore[method-assign]
+    handlers.run_in_kopf_thread = operate  # type: ignore[method-assign]
     with pytest.raises(KopfEnded) as caught:
         await handlers.run()
     assert "nobody expects this" in str(caught.value.__cause__)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.errors import NotFound, ServerError
 from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.kube.resources import CONFIG_MAPS, Resource
+from controller.kube.shared_informers import InformerSet, SharedInformers
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.objects import config_map

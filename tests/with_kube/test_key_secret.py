@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.stack.processes import free_ports
-from controller.keys.changes import KeyRefused, key_request
-from controller.keys.secret import KeyStoreSecret
+from controller.keys.changes import KeyRefused, parse_key_request
+from controller.keys.kubernetes_secret_store import KeyStoreSecret
 from controller.keys.store import KeyAdmin
 from controller.kube.cluster_access import ClusterAccess
 from controller.kube.resources import SECRETS
@@ -28,7 +28,7 @@ def admin_of(kube: Kube, namespace: str) -> KeyAdmin:
 
 
 def asked(name: str) -> KeyRequest:
-    return key_request({"name": name, "tenant": "acme"})
+    return parse_key_request({"name": name, "tenant": "acme"})
 
 
 async def test_a_secret_is_made_changed_and_holds_no_key(client: Client, kube: Kube, namespace: str) -> None:

@@ -12,12 +12,12 @@ from prometheus_client import CollectorRegistry
 
 from controller.autoscaler.reconciler.controller import ScalingSettings, make_scaling_runner
 from controller.autoscaler.reconciler.decision_records import DecisionRecords
-from controller.autoscaler.reconciler.informers import NamespacedPods
+from controller.autoscaler.reconciler.informers import NamespacedPodInformers
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
-from controller.kube.cache import SharedInformers
 from controller.kube.client import Client
 from controller.kube.pods import POD_VIEW
 from controller.kube.resources import MODEL_INFERS, NODES, PODS, Resource
+from controller.kube.shared_informers import SharedInformers
 from tests.waiting import eventually
 from tests.with_kube.kubes import make_namespace
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE, define_kinds, managing, model_infer
@@ -104,7 +104,7 @@ async def test_pods_of_namespaces_come_from_a_watch_of_all_pods_where_there_is_o
     for each in (namespace, other):
         await make_pod(client, each, "a", "10.0.0.1")
     found, shared = open_watches(monkeypatch), SharedInformers(client, IMPATIENT)
-    pods = NamespacedPods(shared, lambda: None)
+    pods = NamespacedPodInformers(shared, lambda: None)
 
     def names(of: str) -> list[str]:
         return [one.name for one in pods.index.find_pods(of, {"app": "llama"})]

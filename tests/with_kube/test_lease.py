@@ -13,7 +13,7 @@ import pytest
 
 from bench.stack.processes import free_ports
 from controller.kube.client import connect
-from controller.kube.lease import LeaderElection, LeaseTiming
+from controller.kube.leader_election import LeaderElection, LeaseTiming
 from controller.kube.resources import LEASES
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE

@@ -31,7 +31,7 @@ from controller.manager.runner import CONTROLLER
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad
 from controller.models.model_infer.reconcile import reconcile
-from controller.models.rollouts import rollouts_page
+from controller.models.rollouts_page import rollouts_page
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import (
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from controller.kube.plan import Plan
     from controller.kube.resources import Object
     from controller.models.model_infer.model_infer_state import ModelInferState
-    from controller.models.rollouts import RolloutView
+    from controller.models.rollouts_page import RolloutView
     from tests.fake_api.server import FakeServer
     from tests.with_kube.kubes import Kube
 

@@ -17,7 +17,7 @@ from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import connect
 from controller.kube.errors import Forbidden, NotFound
-from controller.kube.lease import LeaderElection
+from controller.kube.leader_election import LeaderElection
 from controller.kube.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -92,7 +92,7 @@ async def test_the_server_takes_them_as_they_are(client: Client, plane: ControlP
     assert found["spec"]["replicas"] == 2
     assert (await client.get(GATEWAY_CONFIGS, "gateway", SYSTEM))["spec"]["messageTimeout"] == "5s"
     words = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-k"]
-    await define_others(client, assets.crds)
+    await define_others(client, assets.crd_directory)
     for folder in (
         "gateway",
         "gateway-api",
@@ -117,7 +117,7 @@ async def test_the_role_works_with_its_own_account(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await define_others(client, assets.crds)
+    await define_others(client, assets.crd_directory)
     # without a status, which an earlier role may have written
     with contextlib.suppress(NotFound):
         await client.delete(GATEWAY_CLASSES, gateway_class()["metadata"]["name"])

@@ -26,7 +26,7 @@ from bench.stack.stack import envoy_command
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import Client, connect
-from controller.kube.lease import LeaderElection
+from controller.kube.leader_election import LeaderElection
 from controller.kube.resources import (
     GATEWAY_CONFIGS,
     MODEL_INFERS,

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from bench.stack.processes import Processes, free_ports
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.gateway.metrics import GatewayMetrics
-from controller.kube.metrics import ManagerMetrics
+from controller.kube.manager_metrics import ManagerMetrics
 from controller.kube.metrics_and_health import serve_pages
 from controller.usage.ingest import IngestCounters
 from controller.usage.metrics import UsageMetrics

@@ -207,7 +207,7 @@ async def test_an_unknown_image_is_not_pulled(place: Place) -> None:
 
 
 async def test_an_image_can_be_made_to_be_missing(place: Place) -> None:
-    place.node.faults.image_never_pulls("attache/host")
+    place.node.faults.break_image_pulls("attache/host")
     await place.create(place.pod())
     await place.until(lambda one: waits_for(one) in ("ErrImagePull", "ImagePullBackOff"))
     place.node.faults.clear()

@@ -178,7 +178,9 @@ async def site(
     """Two engines, the picker, and an Envoy that connects to it with TLS and takes the address from the header."""
     assert kube.plane is not None
     for folder in ("inference-extension", "gateway-api"):
-        assert await kubectl(kube.plane, assets, "apply", "--server-side", "-f", str(assets.crds / folder)) == 0
+        assert (
+            await kubectl(kube.plane, assets, "apply", "--server-side", "-f", str(assets.crd_directory / folder)) == 0
+        )
     await eventually(lambda: client.serves(INFERENCE_POOLS))
     authorities = Authority(dt.datetime.now(dt.UTC)), Authority(dt.datetime.now(dt.UTC))
     await client.create(SECRETS, secret(namespace, authorities[0]))

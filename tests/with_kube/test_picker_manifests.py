@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from controller.gateway.inference_pool_reconciler import CONTROLLER, InferencePoolRunner, InferencePoolSettings
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.picker_runner import CONTROLLER, PickerRunner, PickerSettings
 from controller.kube.client import connect
 from controller.kube.errors import Forbidden
 from controller.kube.resources import (
@@ -85,7 +85,7 @@ pytestmark = REAL
 async def kinds(client: Client, assets: ClusterBinaries, plane: ControlPlane) -> None:
     """All kinds that the manifests have, and the namespace of some."""
     assert await kubectl(plane, assets, "apply", "-f", str(MANIFESTS / "gateway" / "namespace.yaml")) == 0
-    await define_others(client, assets.crds)
+    await define_others(client, assets.crd_directory)
     for one in FOREIGN:
         await client.apply(CRDS, definition(*one), force=True)
     names = [f"{plural}.{group}" for group, _, plural, _ in FOREIGN]
@@ -135,8 +135,8 @@ async def test_the_picker_needs_all_that_its_account_may_do(
     client: Client, account: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert (await client.get(DEPLOYMENTS, "attache-picker", "default"))["spec"]["replicas"] == 2
-    role = PickerRunner(
-        account, PickerSettings(config=tmp_path, pool="default/llama"), GatewayMetrics(), timing=IMPATIENT
+    role = InferencePoolRunner(
+        account, InferencePoolSettings(config=tmp_path, pool="default/llama"), GatewayMetrics(), timing=IMPATIENT
     )
     with asked_for(account) as asked:
         task = asyncio.create_task(role.run())

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 
+from controller.gateway.inference_pool_reconciler import CONTROLLER, InferencePoolRunner, InferencePoolSettings
 from controller.gateway.metrics import GatewayMetrics
-from controller.gateway.picker_runner import CONTROLLER, PickerRunner, PickerSettings
 from controller.kube.client import connect
 from controller.kube.resources import CRDS, EVENTS, INFERENCE_POOLS
 from extproc.api.config_loader import load_directory
@@ -93,11 +93,11 @@ async def client(kube: Kube) -> AsyncIterator[Client]:
 @contextlib.asynccontextmanager
 async def picking(
     client: Client, namespace: str, folder: Path, picker_file: Path | None = None
-) -> AsyncIterator[PickerRunner]:
+) -> AsyncIterator[InferencePoolRunner]:
     """A role at work."""
     async with connect(client.access, manager=CONTROLLER) as own:
-        settings = PickerSettings(config=folder, pool=f"{namespace}/llama", picker_file=picker_file)
-        role = PickerRunner(own, settings, GatewayMetrics(), timing=IMPATIENT)
+        settings = InferencePoolSettings(config=folder, pool=f"{namespace}/llama", picker_file=picker_file)
+        role = InferencePoolRunner(own, settings, GatewayMetrics(), timing=IMPATIENT)
         task = asyncio.create_task(role.run())
         try:
             yield role

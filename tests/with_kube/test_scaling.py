@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from controller.audit import opened_audit
+from controller.audit import open_audit
 from controller.autoscaler.reconciler import accelerators as rooms
 from controller.autoscaler.reconciler.scalables import SCALED_BY
 from controller.kube.resources import (
@@ -132,7 +132,7 @@ async def test_the_audit_log_has_the_decision_that_wrote_replicas(
     await client.create(DEPLOYMENTS, deployment(namespace, replicas=2))
     await bind(client, namespace, target())
     file = tmp_path / "audit.log"
-    with opened_audit(str(file), CollectorRegistry()) as audit:
+    with open_audit(str(file), CollectorRegistry()) as audit:
         async with scaling(kube.admin, namespace, Wanted(main=5), audit=audit):
             await until_replicas(client, namespace, 5)
             await until_says(client, namespace, "ScalingActive", ("True", "Scaling"))

@@ -19,7 +19,6 @@ from controller.autoscaler.reconciler.controller import ScalingSettings, make_sc
 from controller.autoscaler.reconciler.decision_records import DecisionRecords, decision_page_routes
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.commands import explain_scaling as explain_scaling_command
-from controller.kube.cache import SharedInformers
 from controller.kube.client import connect
 from controller.kube.metrics_and_health import serve_pages
 from controller.kube.resources import (
@@ -29,8 +28,9 @@ from controller.kube.resources import (
     MODEL_INFERS,
     PODS,
 )
+from controller.kube.shared_informers import SharedInformers
 from extproc.api.spec import API_VERSION
-from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand
+from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, ProcessDemand, ServerDemand
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE, define_kinds
@@ -69,7 +69,7 @@ class Gateway:
         await answer.prepare(request)
         while not self.is_silent:
             self._sequence += 1
-            message = Demand("gateway-1", self._sequence, float(self._sequence), {server: self._said})
+            message = ProcessDemand("gateway-1", self._sequence, float(self._sequence), {server: self._said})
             await answer.write(msgspec.json.encode(message) + b"\n")
             self._news.clear()
             with contextlib.suppress(TimeoutError):

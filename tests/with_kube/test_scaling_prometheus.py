@@ -21,7 +21,7 @@ from tests.with_kube.scaling import Demand, Wanted, bind, deployment, make_polic
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from controller.autoscaler.decision.situation import Metric
+    from controller.autoscaler.decision.situation import MetricReading
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
@@ -49,7 +49,7 @@ async def until(wanted: Wanted, says: str | float) -> None:
     await eventually(is_so)
 
 
-def metric(wanted: Wanted) -> Metric | None:
+def metric(wanted: Wanted) -> MetricReading | None:
     return next((one.metrics["queue"] for one in wanted.situations if "queue" in one.metrics), None)
 
 

@@ -24,7 +24,7 @@ from tests.with_kube.scaling import Demand, Wanted, bind, deployment, make_polic
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from controller.autoscaler.decision.situation import Metric
+    from controller.autoscaler.decision.situation import MetricReading
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 
@@ -77,7 +77,7 @@ async def test_engines_pages_are_read_and_silent_engines_are_missing(
     wanted = Wanted(main=2)
     said = {"/own/metrics": f'{waiting}{{engine="0"}} 7\n'}
 
-    def metric(name: str) -> Metric | None:
+    def metric(name: str) -> MetricReading | None:
         return next((one.metrics[name] for one in wanted.situations if name in one.metrics), None)
 
     def values() -> object:

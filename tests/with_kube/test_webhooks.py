@@ -19,7 +19,7 @@ import yaml
 from bench.stack.processes import free_ports
 from controller.kube.client import connect
 from controller.kube.errors import ApiError, Forbidden
-from controller.kube.metrics import ManagerMetrics
+from controller.kube.manager_metrics import ManagerMetrics
 from controller.kube.resources import (
     CONFIG_MAPS,
     GATEWAY_CONFIGS,

@@ -24,7 +24,7 @@ from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
 from controller.kube.client import Client, connect
 from controller.kube.informer import Informer, Selection
-from controller.kube.lease import LeaderElection
+from controller.kube.leader_election import LeaderElection
 from controller.kube.resources import (
     MODEL_INFERS,
     MODEL_ROUTES,

@@ -18,7 +18,7 @@ import yaml
 
 from bench.stack.processes import Processes, free_ports
 from bench.stack.stack import EngineFlags, EnvoyMissing, envoy_binary, running_stack
-from controller.models.runtimes.settings import MODEL_PATH
+from controller.models.runtimes.engine_settings import MODEL_PATH
 from extproc.api.spec import API_VERSION
 from tests.programs import not_tested
 

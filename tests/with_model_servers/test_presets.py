@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from bench.stack.processes import free_ports
-from controller.agents.runtime.metrics import read_page
+from controller.agents.runtime.metrics import parse_engine_metrics
 from extproc.engines.dialects import DIALECTS
 from tests.rendered_models import rendered_model
 from tests.waiting import eventually
@@ -52,7 +52,9 @@ async def test_the_arguments_and_paths_of_a_preset_are_those_of_the_server(serve
         assert absent.status_code == 404
         answer = await http.post(f"/v1/models/{name}:predict", json={"instances": FLOWERS})
         assert [round(one) for one in answer.json()["predictions"]] == CLASSES
-        page = read_page((await http.get(DIALECTS["KServe"].metrics_path)).content, DIALECTS["KServe"], unix_s=0.0)
+        page = parse_engine_metrics(
+            (await http.get(DIALECTS["KServe"].metrics_path)).content, DIALECTS["KServe"], unix_s=0.0
+        )
         assert page.histograms["request_duration_seconds"][name].count == 1.0
 
 

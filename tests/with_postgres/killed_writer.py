@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLinesStore
+from controller.usage.json_lines_store import JsonLinesStore
 from controller.usage.log_follower import LogFollower, LogPosition, LogRotation
 from controller.usage.store import SqlStore, UsageSink, open_engine
 from tests.examples import IS_SLOW

@@ -13,7 +13,7 @@ import msgspec
 import sqlalchemy as sa
 
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLinesStore
+from controller.usage.json_lines_store import JsonLinesStore
 from controller.usage.log_follower import SETTLE_S, LogFollower, LogPosition, LogRotation
 from controller.usage.store import SqlStore, open_engine, requests, rollups_day, rollups_hour
 from tests.usage_lines import NOON_S, line, text

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import BucketLevel, Limit
-from extproc.admission.limits import BudgetPart, Charge, Grant, StoreUnavailable, Usage
+from extproc.admission.limits import Charge, ChargedBudget, Grant, RequestUsage, StoreUnavailable
 from extproc.admission.local_limits import LocalLimits
-from extproc.core.effects import Overdraft
+from extproc.core.effects import ChargeSharedStore
 from extproc.core.limit_accounting import LimitAccounting
 from extproc.errors import BudgetSpent
 from extproc.feeds.redis_limits import RedisLimits
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CLOCK = time.monotonic  # noqa: TID251 - an edge
 NOW = time.time()  # noqa: TID251 - Redis' own, when keys expire
-PART = BudgetPart("default/chat/b", "b", "b", "tenant", "month", "tokens")
+PART = ChargedBudget("default/chat/b", "b", "b", "tenant", "month", "tokens")
 
 
 def charge(amount: float, *, most: float = 100.0, key: str = "$budget/k", ends_in_s: float = 3600.0) -> Charge:
@@ -84,7 +84,7 @@ async def test_machines_at_once_are_granted_the_budget_and_no_more(limits: list[
 async def test_what_was_not_used_comes_back_and_time_gives_nothing(limits: list[RedisLimits]) -> None:
     grant = await ask(limits[0], charge(80.0))
     assert isinstance(grant, Grant)
-    limits[0].settle(grant, Usage(0.0, 30.0))
+    limits[0].settle(grant, RequestUsage(0.0, 30.0))
 
     async def is_settled() -> bool:
         return await level(limits[1], charge(0.0)) == 70.0
@@ -106,7 +106,7 @@ async def test_a_settlement_after_the_end_of_its_window_changes_no_other(limits:
     ended = await ask(limits[0], charge(100.0, key="$budget/ended", ends_in_s=-10.0))
     assert isinstance(ended, Grant)
     assert isinstance(await ask(limits[0], charge(60.0, key="$budget/open")), Grant)
-    limits[0].settle(ended, Usage(0.0, 10.0))
+    limits[0].settle(ended, RequestUsage(0.0, 10.0))
 
     async def is_settled() -> bool:
         return await level(limits[1], charge(0.0, key="$budget/ended", ends_in_s=-10.0)) == 90.0
@@ -146,7 +146,7 @@ async def test_rows_lower_a_bucket_that_is_there_and_never_raise_it(limits: list
     await eventually(lambda: not limits[1]._levels)
     assert await is_lowered()
     # what was reserved and not used comes back
-    limits[0].settle(running, Usage(0.0, 10.0))
+    limits[0].settle(running, RequestUsage(0.0, 10.0))
 
     async def is_settled() -> bool:
         return await level(limits[2], charge(0.0)) == 40.0
@@ -209,7 +209,7 @@ async def test_what_was_granted_without_redis_is_not_left_when_the_part_grows(
                 break
             granted += 1
             for effect in out:
-                if isinstance(effect, Overdraft):
+                if isinstance(effect, ChargeSharedStore):
                     limits[0].record_overdraft(effect.charge, effect.amount)
         peers = 0
     assert granted == 100

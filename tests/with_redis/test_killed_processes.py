@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.admission.limits import BudgetPart, Charge, Grant, StoreUnavailable, Usage
+from extproc.admission.limits import Charge, ChargedBudget, Grant, RequestUsage, StoreUnavailable
 from extproc.feeds import redis_limits
 from extproc.feeds.redis_limits import RedisLimits
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.examples import examples
 from tests.waiting import eventually
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CLOCK = time.monotonic  # noqa: TID251 - an edge
 NOW = time.time()  # noqa: TID251 - Redis' own, when keys expire
-PART = BudgetPart("default/chat/b", "b", "b", "tenant", "month", "tokens")
+PART = ChargedBudget("default/chat/b", "b", "b", "tenant", "month", "tokens")
 MOST = 1000.0
 # as the scripts have it
 SILENCE_S = 10.0
@@ -121,7 +121,7 @@ async def test_what_a_killed_process_has_reserved_comes_back_and_what_a_living_o
     await machines.silent(lives)
     assert await machines.left() == MOST - 100.0
     assert await machines.left("$budget/other") == MOST
-    lives.settle(held, Usage(0.0, 40.0))
+    lives.settle(held, RequestUsage(0.0, 40.0))
     await settle(lives)
     await machines.passes(60.0)
     assert await machines.left() == MOST - 40.0
@@ -145,10 +145,10 @@ async def test_a_slow_process_gives_nothing_back_twice_and_is_charged_what_it_ha
     await machines.silent(lives)
     assert await machines.left() == MOST
     again = await reserve(slow, charge(100.0))
-    slow.settle(held, Usage(0.0, used))
+    slow.settle(held, RequestUsage(0.0, used))
     await settle(slow)
     assert await machines.left() == MOST - used - 100.0
-    slow.settle(again, Usage(0.0, 50.0))
+    slow.settle(again, RequestUsage(0.0, 50.0))
     await settle(slow)
     assert await machines.left() == MOST - used - 50.0
 
@@ -156,7 +156,7 @@ async def test_a_slow_process_gives_nothing_back_twice_and_is_charged_what_it_ha
 async def test_a_settlement_whose_answer_is_lost_counts_once(machines: Machines, redis: Redis) -> None:
     one = machines.starts()
     held = await reserve(one, charge(100.0), rate_limit(100.0))
-    one.settle(held, Usage(0.0, 30.0))
+    one.settle(held, RequestUsage(0.0, 30.0))
     lose_answers(one)
     await one._settle_batch()
     assert one._settlements
@@ -164,7 +164,7 @@ async def test_a_settlement_whose_answer_is_lost_counts_once(machines: Machines,
     assert await machines.left() == MOST - 30.0
     # Redis was away: nothing arrived
     held = await reserve(one, charge(100.0))
-    one.settle(held, Usage(0.0, 30.0))
+    one.settle(held, RequestUsage(0.0, 30.0))
     redis.hang()
     await one._settle_batch()
     assert one._settlements
@@ -221,7 +221,7 @@ async def test_what_somebody_else_has_written_gives_back_no_more_than_was_reserv
     await one._redis.hset("test:limit:$budget/k", "held:nobody", text)
     await machines.silent(one)
     assert MOST - 100.0 <= await machines.left() <= MOST
-    one.settle(held, Usage(0.0, 10.0))
+    one.settle(held, RequestUsage(0.0, 10.0))
     await settle(one)
     assert MOST - 110.0 <= await machines.left() <= MOST
 
@@ -322,7 +322,7 @@ class History:
         self.running.remove(one)
         used = self.chosen.choice([0.0, 0.5, 1.0, 1.5]) * one.amount
         self.used += used
-        process.settle(one.grant, Usage(0.0, used))
+        process.settle(one.grant, RequestUsage(0.0, used))
         if self.chosen.randrange(4) == 0:
             lose_answers(process)
         await settle(process)
@@ -360,7 +360,7 @@ async def test_a_budget_has_what_is_not_used_after_kills_and_pauses_at_any_time(
 HOLDER = """
     import asyncio, time
     from extproc.feeds.redis_limits import RedisLimits
-    from extproc.metrics.registry import Metrics
+    from extproc.metrics.request_metrics import Metrics
     from tests.with_redis.test_killed_processes import charge, reserve
 
     async def main():

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from extproc.admission.buckets import BucketReport, Limit
-from extproc.admission.limits import Charge, Grant, StoreUnavailable, Usage
+from extproc.admission.limits import Charge, Grant, RequestUsage, StoreUnavailable
 from extproc.errors import RateLimited
 from extproc.feeds.redis_limits import RedisLimits, _read_answer, _settled, _Settlement
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.programs import program
 from tests.store_model import Store
 from tests.waiting import eventually
@@ -84,10 +84,10 @@ async def test_all_of_it_or_nothing(limits: list[RedisLimits]) -> None:
 
 async def test_what_was_not_used_comes_back_and_debts_are_kept(limits: list[RedisLimits]) -> None:
     grant = await reserve(limits[0], charge(80))
-    limits[0].settle(grant, Usage(0, 30))
+    limits[0].settle(grant, RequestUsage(0, 30))
     await until(limits[1], charge(0), 70)
     grant = await reserve(limits[1], charge(70))
-    limits[1].settle(grant, Usage(0, 200))
+    limits[1].settle(grant, RequestUsage(0, 200))
     await asyncio.sleep(0.2)
     assert isinstance(await ask(limits[2], charge(1)), RateLimited)
 
@@ -121,7 +121,7 @@ async def test_what_would_have_run_over_meanwhile_does_not_come_back(limits: lis
     old = await reserve(limits[0], fast)
     await asyncio.sleep(0.15)
     new = await reserve(limits[0], fast)
-    limits[0].settle(old, Usage(0, 0))
+    limits[0].settle(old, RequestUsage(0, 0))
     await asyncio.sleep(0.02)
     # had the first taken nothing, the second would have found no more than it did
     assert await level(limits[1], fast) < 70
@@ -143,7 +143,7 @@ async def test_four_processes_never_grant_more_than_one_would(limits: list[Redis
                 used = amount * rng.random()
                 granted.append((began_s, CLOCK(), used))
                 await asyncio.sleep(rng.expovariate(100))
-                one.settle(found, Usage(0, used))
+                one.settle(found, RequestUsage(0, used))
             await asyncio.sleep(rng.expovariate(300))
 
     await asyncio.gather(*(ask(one) for one in limits for _ in range(3)))
@@ -203,7 +203,7 @@ async def test_debts_are_paid_though_nobody_asks(redis: Redis, limits: list[Redi
 async def test_what_went_beyond_while_redis_was_away_is_charged(redis: Redis, limits: list[RedisLimits]) -> None:
     grant = await reserve(limits[0], charge(10))
     redis.stop()
-    limits[0].settle(grant, Usage(0, 35))
+    limits[0].settle(grant, RequestUsage(0, 35))
     await eventually(lambda: limits[0]._memory.has_debts)
     redis.start()
     await until(limits[0], charge(0), 65)
@@ -235,8 +235,8 @@ async def test_amounts_that_are_none_change_nothing(limits: list[RedisLimits], a
     held = await reserve(limits[0], charge(60))
     odd = await reserve(limits[0], charge(amount))
     assert odd.levels == pytest.approx([40.0], abs=0.01)
-    limits[0].settle(odd, Usage(0, amount))
-    limits[0].settle(held, Usage(0, amount))
+    limits[0].settle(odd, RequestUsage(0, amount))
+    limits[0].settle(held, RequestUsage(0, amount))
     await until(limits[1], charge(0), 100)
     assert isinstance(await ask(limits[2], charge(101)), RateLimited)
 
@@ -267,7 +267,7 @@ async def test_a_clock_that_ran_ahead_does_not_freeze_a_limit(limits: list[Redis
 async def test_a_process_that_ends_charges_what_it_owes(redis: Redis, limits: list[RedisLimits]) -> None:
     ending = client(redis, "ending")
     task = asyncio.create_task(ending.run())
-    ending.settle(await reserve(ending, charge(50)), Usage(0, 20))
+    ending.settle(await reserve(ending, charge(50)), RequestUsage(0, 20))
     ending.record_overdraft(charge(0), 30.0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -312,7 +312,7 @@ async def test_a_question_that_overtakes_the_payment_of_a_debt_pays_it(redis: Re
 async def test_a_settlement_does_not_fill_a_redis_that_comes_back_empty(limits: list[RedisLimits]) -> None:
     ending = await reserve(limits[0], charge(70))
     await limits[0]._redis.flushall()
-    limits[0].settle(ending, Usage(0, 70))
+    limits[0].settle(ending, RequestUsage(0, 70))
 
     async def is_settled() -> bool:
         return bool(await limits[0]._redis.exists("test:limit:k"))
@@ -362,7 +362,7 @@ async def test_the_scripts_and_their_model_agree(limits: list[RedisLimits]) -> N
         if granted and rng.random() < 0.4:
             real, model = granted.pop(rng.randrange(len(granted)))
             settled += 1
-            used = Usage(0, rng.uniform(0, 1.2) * real.charges[0].amount)
+            used = RequestUsage(0, rng.uniform(0, 1.2) * real.charges[0].amount)
             answer = await one._settle(
                 keys=one._keys(real.charges),
                 args=[one._process, *_settled(_Settlement(settled, real, used), [stated])],

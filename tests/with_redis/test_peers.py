@@ -13,9 +13,9 @@ from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect
 from extproc.core.request_record import RequestHead
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.replication.buses import LocalBus, RedisBus
-from extproc.replication.peers import Bus, Peers
+from extproc.replication.peers import Bus, PeerEventExchange
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
 
@@ -36,10 +36,10 @@ class Process:
         clock = asyncio.get_running_loop().time
         metrics = Metrics(self.core.pools.values, lambda: 0.0, clock)
         self.clock = clock
-        self.peers = Peers([bus], metrics, origin=name)
+        self.peers = PeerEventExchange([bus], metrics, origin=name)
         self.task = asyncio.create_task(
             self.peers.run(
-                on_batch=lambda batch: self.perform(self.core.ingest(batch, clock())),
+                on_batch=lambda batch: self.perform(self.core.apply_peer_batch(batch, clock())),
                 heartbeat=lambda: self.perform(self.core.heartbeat(clock())),
             )
         )

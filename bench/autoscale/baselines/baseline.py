@@ -25,7 +25,7 @@ from controller.autoscaler.decision.decision import Strategy
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
 from controller.autoscaler.decision.strategies.concurrency import ConcurrencyParameters, ConcurrencyStrategy
 from controller.autoscaler.decision.strategies.target import (
-    EnginePool,
+    EngineUnits,
     TargetStrategy,
     Tolerance,
     replicas_for_total_metric,
@@ -98,7 +98,7 @@ def apply_hpa(
     behavior: Behavior, past: ScalingHistory, wanted: float, situation: Situation
 ) -> tuple[int, ScalingHistory]:
     """A number of replicas that is exported as a metric, with AverageValue 1, and its tolerance of 10 %."""
-    pool = EnginePool(current=current_replicas(situation), ready={}, unready={})
+    pool = EngineUnits(current=current_replicas(situation), ready={}, unready={})
     found = replicas_for_total_metric(math.ceil(wanted * 1000), 1000, pool, Tolerance(), for_all=False)
     return apply_hpa_behavior(behavior, past, found.replicas or 0.0, situation)
 

@@ -64,17 +64,19 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
             return clamp_to_bounds(current, situation), before
         floor, floor_at_s = before.floor, before.floor_at_s
         if now_s - floor_at_s >= self.interval_s:
-            carried = self.engine_per_s(speed, request)
+            carried = self.engine_requests_per_s(speed, request)
             floor, floor_at_s = math.ceil(request.per_s / carried) if carried > 0 else floor, now_s
         reports = [one for one in ready_reports(situation) if one is not None]
         is_steady = len(reports) == current and current > 0
         wanted = self._by_load(situation, reports, speed, request) if is_steady else current
         return clamp_to_bounds(max(wanted, floor), situation), DynamoMemory(floor, floor_at_s, request)
 
-    def engine_per_s(self, speed: Speed, request: MeanRequest) -> float:
+    def engine_requests_per_s(self, speed: Speed, request: MeanRequest) -> float:
         """Requests a second that an engine carries with its steps within the objective; at least one at a time."""
         context = request.prompt + request.answer / 2
-        tokens = (self.itl_s - speed.step_s) / speed.step_s_per_token if speed.step_s_per_token > 0 else math.inf
+        tokens = (
+            (self.itl_objective_s - speed.step_s) / speed.step_s_per_token if speed.step_s_per_token > 0 else math.inf
+        )
         tokens = min(tokens, speed.kv_tokens or math.inf)
         at_once = max(tokens / context if context > 0 else 1.0, 1.0)
         step_s = speed.step_s + speed.step_s_per_token * at_once * context
@@ -89,28 +91,28 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
         ttfts_s = [own_s + queue / speed.prefill_tokens_per_s for queue in queues]
         caches = [one.in_flight_tokens for one in reports]
         itls_s = [speed.step_s + speed.step_s_per_token * tokens for tokens in caches]
-        if all(one > self.ttft_s for one in ttfts_s) or all(one > self.itl_s for one in itls_s):
+        if all(one > self.ttft_objective_s for one in ttfts_s) or all(one > self.itl_objective_s for one in itls_s):
             return count + 1
         if count == 1:
             return count
-        budget_s = (self.ttft_s - own_s) * self.sensitivity
+        budget_s = (self.ttft_objective_s - own_s) * self.sensitivity
         queues_fit = budget_s > 0 and all(queue * more / speed.prefill_tokens_per_s < budget_s for queue in queues)
         merged = [(tokens + queue) * more for tokens, queue in zip(caches, queues, strict=True)]
         caches_fit = all(
             tokens < (speed.kv_tokens or math.inf)
-            and speed.step_s + speed.step_s_per_token * tokens < self.itl_s * self.sensitivity
+            and speed.step_s + speed.step_s_per_token * tokens < self.itl_objective_s * self.sensitivity
             for tokens in merged
         )
         return count - 1 if queues_fit and caches_fit else count
 
     @property
-    def ttft_s(self) -> float:
+    def ttft_objective_s(self) -> float:
         """The objective of the first token."""
         given = self.objective.ttft if self.objective is not None else None
         return float(given) if given else 0.5
 
     @property
-    def itl_s(self) -> float:
+    def itl_objective_s(self) -> float:
         """The objective of each further token."""
         given = self.objective.tpot if self.objective is not None else None
         return float(given) if given else 0.05

@@ -90,7 +90,7 @@ class Kthena(msgspec.Struct, frozen=True):
         kept = tuple(one for one in before.samples if one.at_s >= now_s - longest)
         return corrected, KthenaMemory((*kept, RecommendationSample(now_s, recommended, corrected)), until_s)
 
-    def desired_kinds(
+    def desired_replicas_by_kind(
         self, situation: Situation, memory: KthenaMemory | None
     ) -> tuple[Mapping[str, int], KthenaMemory | None]:
         """The number for all kinds together, filled in batch by batch."""

@@ -28,7 +28,7 @@ from bench.autoscale.baselines.baseline import (
 )
 from controller.api.autoscaling import Behavior, LatencyObjective, MetricTarget, ScalingRule, ScalingRules
 from controller.autoscaler.decision.behavior import ScalingHistory
-from controller.autoscaler.decision.situation import Metric, Situation
+from controller.autoscaler.decision.situation import MetricReading, Situation
 from controller.autoscaler.decision.strategies.target import TargetStrategy
 
 _CLAMP = 2.0
@@ -53,8 +53,8 @@ class KedaQueue(msgspec.Struct, frozen=True):
         behavior = Behavior(ScalingRules(self.up_window_s, "Max", doubling), ScalingRules(300, "Max", doubling))
         running = sum(one.in_flight for one in ready_reports(situation) if one is not None)
         known = {
-            "epp_queue": Metric(situation.now_s, total=float(situation.waiting.requests)),
-            "epp_running": Metric(situation.now_s, total=float(running)),
+            "epp_queue": MetricReading(situation.now_s, total=float(situation.waiting.requests)),
+            "epp_running": MetricReading(situation.now_s, total=float(running)),
         }
         strategy = TargetStrategy(
             (

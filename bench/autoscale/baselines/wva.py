@@ -52,7 +52,7 @@ _BYTES_PER_TOKEN = 4
 _ROLLING = 10
 
 
-class Analysis(msgspec.Struct, frozen=True):
+class SaturationAnalysis(msgspec.Struct, frozen=True):
     """``unsaturated``: engines below both thresholds; the spare room is theirs, in the mean."""
 
     unsaturated: int
@@ -62,10 +62,10 @@ class Analysis(msgspec.Struct, frozen=True):
     scale_down_safe: bool
 
 
-def analyze_v1(loads: Sequence[tuple[float, float]], given: SpareCapacityParameters) -> Analysis:
+def analyze_v1(loads: Sequence[tuple[float, float]], given: SpareCapacityParameters) -> SaturationAnalysis:
     """The engines as in the original, each with its cache usage and its queue."""
     if not loads:
-        return Analysis(0, 0.0, 0.0, scale_up=False, scale_down_safe=False)
+        return SaturationAnalysis(0, 0.0, 0.0, scale_up=False, scale_down_safe=False)
     kv_limit, queue_limit = given.kv_cache_threshold, given.queue_length_threshold
     spare = [(kv_limit - kv, queue_limit - queue) for kv, queue in loads if kv < kv_limit and queue < queue_limit]
     count = len(spare)
@@ -78,7 +78,7 @@ def analyze_v1(loads: Sequence[tuple[float, float]], given: SpareCapacityParamet
         queue_left = queue_limit - (queue_limit - queue_spare) * factor
         safe = kv_left >= given.kv_spare_trigger and queue_left >= given.queue_spare_trigger
     short = kv_spare < given.kv_spare_trigger or queue_spare < given.queue_spare_trigger
-    return Analysis(count, kv_spare, queue_spare, short, safe)
+    return SaturationAnalysis(count, kv_spare, queue_spare, short, safe)
 
 
 class V1State(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class WvaV1(msgspec.Struct, frozen=True):
         desired, past = apply_hpa(wva_hpa_behavior(self.window_s), before.past, wanted, situation)
         return desired, V1State(past, wanted)
 
-    def desired_kinds(
+    def desired_replicas_by_kind(
         self, situation: Situation, memory: Mapping[str, V1State] | None
     ) -> tuple[Mapping[str, int], Mapping[str, V1State] | None]:
         """One more or one fewer of one kind, each kind through an HPA of its own."""
@@ -145,7 +145,7 @@ class WvaV1(msgspec.Struct, frozen=True):
             return current + 1
         return current - 1 if found.scale_down_safe and current > 1 else current
 
-    def analysis(self, situation: Situation) -> Analysis:
+    def analysis(self, situation: Situation) -> SaturationAnalysis:
         """Of the first target's ready engines."""
         held = waiting_per_engine(situation)
         return analyze_v1([_load(one, held) for one in ready_reports(situation)], self.parameters)
@@ -204,11 +204,11 @@ class WvaV2(msgspec.Struct, frozen=True):
         demand, capacities = self.load_and_capacities(ready_reports(situation), means, history)
         capacity = median(capacities) if capacities else before.capacity
         demand += queued_demand(situation, means)
-        wanted = self.wanted(demand, capacity, current_replicas(situation), len(ready_reports(situation)))
+        wanted = self.optimised_replicas(demand, capacity, current_replicas(situation), len(ready_reports(situation)))
         desired, past = apply_hpa(wva_hpa_behavior(self.window_s), before.past, wanted, situation)
         return desired, V2State(past, history, capacity)
 
-    def desired_kinds(
+    def desired_replicas_by_kind(
         self, situation: Situation, memory: Mapping[str, V2State] | None
     ) -> tuple[Mapping[str, int], Mapping[str, V2State] | None]:
         """Kinds in the order of cost for capacity, each through an HPA of its own."""
@@ -228,7 +228,7 @@ class WvaV2(msgspec.Struct, frozen=True):
                 )
             )
             pasts[target.name] = V2State(before.past, history, capacity if capacities else before.capacity)
-        wanted = self.wanted_kinds(demand, kinds)
+        wanted = self.optimised_replicas_by_kind(demand, kinds)
         desired, after = {}, {}
         for view in split_by_target(situation):
             name = view.targets[0].name
@@ -249,7 +249,7 @@ class WvaV2(msgspec.Struct, frozen=True):
             capacities.append(self.capacity_of(report, used, waiting, means, history))
         return demand, capacities
 
-    def wanted_kinds(self, demand: float, kinds: Sequence[EngineKind]) -> Mapping[str, int]:
+    def optimised_replicas_by_kind(self, demand: float, kinds: Sequence[EngineKind]) -> Mapping[str, int]:
         """The optimiser, for several variants."""
         known = [one for one in kinds if one.capacity > 0]
         required = demand / self.parameters.scale_up_utilization - sum(one.current * one.capacity for one in known)
@@ -271,7 +271,7 @@ class WvaV2(msgspec.Struct, frozen=True):
             spare -= removed * one.capacity
         return wanted
 
-    def wanted(self, demand: float, capacity: int, current: int, ready: int) -> int:
+    def optimised_replicas(self, demand: float, capacity: int, current: int, ready: int) -> int:
         """The optimiser, for one variant; the last replica stays."""
         supply, anticipated = min(ready, current) * capacity, current * capacity
         if capacity <= 0:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench.cluster.node.pod_spec import ContainerSpec, Handler
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
     from bench.stack.processes import Process
 
 _TAIL_BYTES: Final = 2_000
@@ -67,7 +67,7 @@ class ContainerProcess:
         self._guard.remove(self._process.pid)
         return (code, 0) if code >= 0 else (128 - code, -code)
 
-    def send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Signal the process; SIGKILL goes to its whole group."""
         if self._process.returncode is not None:
             return
@@ -77,7 +77,7 @@ class ContainerProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    def tail(self) -> str:
+    def output_tail(self) -> str:
         """The end of its output."""
         try:
             with self._launch.log.open("rb") as log:
@@ -91,7 +91,7 @@ class ContainerProcess:
             os.killpg(self._process.pid, number)
 
 
-class ContainerEnvironment:
+class HandlerEnvironment:
     """Where a container's handlers run: its address, its environment, and how its words become those of this
     machine.
     """
@@ -115,7 +115,7 @@ class ContainerEnvironment:
 async def run_handler(
     handler: Handler,
     container: ContainerSpec,
-    where: ContainerEnvironment,
+    where: HandlerEnvironment,
     http: aiohttp.ClientSession,
     timeout_s: float,
 ) -> tuple[bool, str]:
@@ -130,7 +130,7 @@ async def run_handler(
 
 
 async def _run(
-    handler: Handler, container: ContainerSpec, where: ContainerEnvironment, http: aiohttp.ClientSession
+    handler: Handler, container: ContainerSpec, where: HandlerEnvironment, http: aiohttp.ClientSession
 ) -> tuple[bool, str]:
     if handler.kind == "sleep":
         await asyncio.sleep(handler.sleep_s)
@@ -151,7 +151,7 @@ async def _run(
         return ok, "" if ok else f"HTTP probe failed with statuscode: {answer.status}"
 
 
-async def _exec(command: Sequence[str], where: ContainerEnvironment) -> tuple[bool, str]:
+async def _exec(command: Sequence[str], where: HandlerEnvironment) -> tuple[bool, str]:
     process = await asyncio.create_subprocess_exec(
         *where.enter,
         *command,

@@ -23,9 +23,9 @@ from bench.cluster.node.pod_files import PersistentPaths, PodFiles
 from bench.cluster.node.pod_network import BridgedNetwork, LoopbackNetwork
 from bench.cluster.node.pod_spec import IMAGES, ImageMissing, ReferenceMissing, image_repository, pod_spec
 from bench.cluster.node.pod_state_machine import NodeTiming
-from bench.cluster.node.pod_worker import NodeServices, PodWorker
+from bench.cluster.node.pod_worker import PodWorker, WorkerDependencies
 from bench.cluster.node.scheduler import PodScheduler
-from bench.stack.process_guard import ProcessGuard
+from bench.stack.orphan_reaper import ProcessGuard
 from controller.kube.errors import AlreadyExists, ClusterError, NotFound
 from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.kube.resources import LEASES, NODES, PODS
@@ -69,7 +69,7 @@ class NodeFaults:
         self._missing_images: set[str] = set()
         self._crashing: set[str] = set()
 
-    def image_never_pulls(self, image: str) -> None:
+    def break_image_pulls(self, image: str) -> None:
         """Containers with this image (without tag) wait with ErrImagePull, then ImagePullBackOff."""
         self._missing_images.add(image_repository(image))
 
@@ -325,7 +325,7 @@ class Node:
         """Register, follow the pods of this node, renew the lease."""
         self.pods.subscribe(self._changed.put_nowait)
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as http:
-            tools = NodeServices(
+            tools = WorkerDependencies(
                 client=self._client,
                 http=http,
                 guard=self._guard,
@@ -384,7 +384,7 @@ class Node:
         worker = self.workers.get(key)
         return None if worker is None else worker.log_of(container)
 
-    def _sync(self, key: str, tools: NodeServices) -> None:
+    def _sync(self, key: str, tools: WorkerDependencies) -> None:
         if self._is_lost:
             return
         pod, worker = self.pods.get(key), self.workers.get(key)
@@ -398,7 +398,7 @@ class Node:
         ):
             self._begin(key, pod, tools)
 
-    def _begin(self, key: str, pod: Object, tools: NodeServices) -> None:
+    def _begin(self, key: str, pod: Object, tools: WorkerDependencies) -> None:
         spec = pod_spec(pod)
         place = self._network.create_sandbox(host_network=spec.host_network)
         directory = self.directory / key.replace("/", "_") / spec.uid

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bench.cluster.assets import ROOT
 from bench.cluster.control_plane import write_kubeconfig
-from bench.cluster.node.containers import ContainerEnvironment, ContainerLaunch
+from bench.cluster.node.containers import ContainerLaunch, HandlerEnvironment
 from bench.cluster.node.pod_spec import (
     ReferencedSources,
     ReferenceMissing,
@@ -25,7 +25,7 @@ from bench.cluster.node.pod_spec import (
     environment,
     expand_variables,
     pod_field,
-    references,
+    referenced_names,
 )
 from controller.kube.cluster_access import ClusterAccess
 from controller.kube.resources import CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS
@@ -243,13 +243,13 @@ class PodFiles:
         # what the pod refers to, once it was all there
         self._known: ReferencedSources | None = None
 
-    async def launch(self, pod: Object, container: ContainerSpec) -> ContainerLaunch:
+    async def container_launch(self, pod: Object, container: ContainerSpec) -> ContainerLaunch:
         """How to start a container now; raises ImageMissing, Missing and ClusterError.
 
         ConfigMaps and Secrets are as they were at the first start or the last ``refresh``.
         """
         self._check_image(container.image)
-        self._entered = await self._place.enter()
+        self._entered = await self._place.command_prefix()
         own_words, words = (_CRASH, []) if self._crashes() else container_command(container.raw, self._images)
         # a restart does not wait for the API server: objects read some seconds ago are used
         sources = self._known or await self._sources(pod)
@@ -289,11 +289,11 @@ class PodFiles:
         self._write_volumes(pod, sources)
         self._known = sources
 
-    def container_environment(self, container: str) -> ContainerEnvironment:
+    def container_environment(self, container: str) -> HandlerEnvironment:
         """Where the container's probes and hooks run."""
         variables = self._environments.get(container, {})
         places = self._places.get(container, {})
-        return ContainerEnvironment(
+        return HandlerEnvironment(
             pod_ip=self.pod_ip,
             enter=self._entered,
             environment=variables,
@@ -301,7 +301,7 @@ class PodFiles:
             rewrite=lambda word: rewrite_argument(word, places, self._listen_ip),
         )
 
-    def remove(self) -> None:
+    def remove_volumes(self) -> None:
         """Its volumes go with it; the logs stay."""
         shutil.rmtree(self.directory / "volumes", ignore_errors=True)
 
@@ -343,7 +343,7 @@ class PodFiles:
                 remove_stale_files(volume, files)
 
     async def _sources(self, pod: Object) -> ReferencedSources:
-        config_maps, secrets = references(pod)
+        config_maps, secrets = referenced_names(pod)
         namespace = pod["metadata"]["namespace"]
         found = await asyncio.gather(
             *(self._client.get_or_none(CONFIG_MAPS, name, namespace) for name in sorted(config_maps)),

@@ -17,7 +17,7 @@ from bench.cluster.netns import BRIDGE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 _NETWORKS: Final = range(1, 255)
 _PER_NETWORK: Final = 254 * 255
@@ -31,7 +31,7 @@ class NoAddressLeft(Exception):
     """All addresses of this network, or all networks of this machine, are in use."""
 
 
-class Addresses:
+class LoopbackAddresses:
     """A network ``127.N.0.0/16`` that no other cluster on this machine uses while this is open.
 
     Each address is handed out once before any of them a second time, as late as possible.
@@ -87,7 +87,7 @@ class PodSandbox(Protocol):
     address: str
     shares_ports: bool
 
-    async def enter(self) -> Sequence[str]:
+    async def command_prefix(self) -> Sequence[str]:
         """The words in front of a command that make it run in this place; raises OSError."""
 
     def close(self) -> None:
@@ -111,11 +111,11 @@ class LoopbackSandbox:
 
     shares_ports = True
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, addresses: LoopbackAddresses) -> None:
         self._addresses = addresses
         self.address = addresses.allocate()
 
-    async def enter(self) -> Sequence[str]:
+    async def command_prefix(self) -> Sequence[str]:
         """Nothing: all addresses of 127/8 are here."""
         return ()
 
@@ -130,7 +130,7 @@ class LoopbackNetwork:
     host_ip = "127.0.0.1"
 
     def __init__(self) -> None:
-        self._addresses = Addresses()
+        self._addresses = LoopbackAddresses()
 
     def create_sandbox(self, *, host_network: bool) -> PodSandbox:  # noqa: ARG002 - see the class
         """A new address."""
@@ -149,7 +149,7 @@ class HostNetworkSandbox:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    async def enter(self) -> Sequence[str]:
+    async def command_prefix(self) -> Sequence[str]:
         """Nothing: the nodes run here."""
         return ()
 
@@ -169,7 +169,7 @@ class BridgedNetworkNamespace:
         self._making = asyncio.Lock()
         self._holder: asyncio.subprocess.Process | None = None
 
-    async def enter(self) -> Sequence[str]:
+    async def command_prefix(self) -> Sequence[str]:
         """Make the namespace when the first container starts."""
         async with self._making:
             if self._holder is None:

@@ -209,7 +209,7 @@ class ReferencedSources(msgspec.Struct, frozen=True):
     token: bytes = b""
 
 
-def references(pod: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+def referenced_names(pod: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     """The names of the ConfigMaps and of the Secrets that a pod's variables and volumes refer to."""
     config_maps: set[str] = set()
     secrets: set[str] = set()

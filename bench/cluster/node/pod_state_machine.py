@@ -35,7 +35,7 @@ class ProbeState:
         self._row = 0
         self._last: bool | None = None
 
-    def due(self, now_s: float) -> bool:
+    def start_if_due(self, now_s: float) -> bool:
         """Whether to run it now; it counts as running from then on."""
         if self._is_running or now_s < self._due_at_s:
             return False
@@ -48,7 +48,7 @@ class ProbeState:
         """When it is due; None while it runs."""
         return None if self._is_running else self._due_at_s
 
-    def result(self, *, ok: bool, message: str) -> None:
+    def record_result(self, *, ok: bool, message: str) -> None:
         """Count a result: enough of one kind in a row change ``passed``."""
         self._is_running = False
         self._row = self._row + 1 if ok == self._last else 1
@@ -172,7 +172,7 @@ class StartProcess(msgspec.Struct, frozen=True):
     container: str
 
 
-class Stop(msgspec.Struct, frozen=True):
+class StopContainer(msgspec.Struct, frozen=True):
     """Run a container's preStop hook and send SIGTERM, SIGKILL after ``grace_s`` in all; report ``exited`` then."""
 
     container: str
@@ -186,11 +186,11 @@ class RunProbe(msgspec.Struct, frozen=True):
     kind: ProbeKind
 
 
-class Remove(msgspec.Struct, frozen=True):
+class DeletePod(msgspec.Struct, frozen=True):
     """All processes of a deleted pod have ended: delete the object without grace."""
 
 
-Action = StartProcess | Stop | RunProbe | Remove
+Action = StartProcess | StopContainer | RunProbe | DeletePod
 
 
 class PodStateMachine:
@@ -271,7 +271,7 @@ class PodStateMachine:
         """A probe has a result; that of a run which is over counts no more."""
         state = self.containers[container].probes.get(kind)
         if state is not None:
-            state.result(ok=ok, message=message)
+            state.record_result(ok=ok, message=message)
 
     def delete(self, grace_s: float) -> None:
         """End it. A shorter grace than before counts."""
@@ -294,7 +294,7 @@ class PodStateMachine:
             actions: list[Action] = [*self._stops()]
             if self.is_deleted and not any(one.has_process for one in self.containers.values()) and not self._removed:
                 self._removed = True
-                actions.append(Remove())
+                actions.append(DeletePod())
         else:
             actions = [*self._failed_probes(), *self._starts(now_s)]
         return [*actions, *self._probes(now_s)]
@@ -334,7 +334,7 @@ class PodStateMachine:
         for one in running:
             if one.state == "running":
                 one.on_stopping()
-                yield Stop(one.spec.name, grace_s)
+                yield StopContainer(one.spec.name, grace_s)
 
     def _failed_probes(self) -> Iterable[Action]:
         kinds: tuple[ProbeKind, ...] = ("startup", "liveness")
@@ -344,12 +344,14 @@ class PodStateMachine:
             )
             if one.state == "running" and failed is not None:
                 one.on_stopping()
-                yield Stop(one.spec.name, self.spec.grace_s if failed.spec.grace_s is None else failed.spec.grace_s)
+                yield StopContainer(
+                    one.spec.name, self.spec.grace_s if failed.spec.grace_s is None else failed.spec.grace_s
+                )
 
     def _probes(self, now_s: float) -> Iterable[Action]:
         for one in self.containers.values():
             for kind in self._probed_kinds(one):
-                if one.probes[kind].due(now_s):
+                if one.probes[kind].start_if_due(now_s):
                     yield RunProbe(one.spec.name, kind)
 
     def _probed_kinds(self, machine: ContainerStateMachine) -> list[ProbeKind]:
@@ -382,7 +384,7 @@ def _failed(machine: ContainerStateMachine) -> bool:
     return machine.state == "terminated" and machine.ended is not None and machine.ended.code != 0
 
 
-class StatusWriter:
+class PodStatusBuilder:
     """Builds one pod's status at each call; keeps the last transition time of each condition."""
 
     def __init__(self, *, host_ip: str, pod_ip: str) -> None:

@@ -16,15 +16,15 @@ import msgspec
 from bench.cluster.node.containers import ContainerProcess, run_handler
 from bench.cluster.node.pod_spec import ImageMissing, ReferenceMissing
 from bench.cluster.node.pod_state_machine import (
+    DeletePod,
     NodeTiming,
     PodStateMachine,
-    Remove,
+    PodStatusBuilder,
     RunProbe,
     StartProcess,
-    StatusWriter,
-    Stop,
+    StopContainer,
 )
-from bench.stack.process_guard import ProcessGuard
+from bench.stack.orphan_reaper import ProcessGuard
 from controller.kube.client import Client
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.resources import PODS
@@ -43,7 +43,7 @@ MANAGER: Final = "node"
 _KILL_MARGIN_S: Final = 2.0
 
 
-class NodeServices(msgspec.Struct, frozen=True):
+class WorkerDependencies(msgspec.Struct, frozen=True):
     """What all workers of a node share. ``wall``: seconds since 1970."""
 
     client: Client
@@ -58,13 +58,13 @@ class PodWorker:
     it.
     """
 
-    def __init__(self, pod: Object, spec: PodSpec, files: PodFiles, tools: NodeServices, *, host_ip: str) -> None:
+    def __init__(self, pod: Object, spec: PodSpec, files: PodFiles, tools: WorkerDependencies, *, host_ip: str) -> None:
         self.pod = pod
         self.pod_ip = files.pod_ip
         self.machine = PodStateMachine(spec, tools.timing, tools.wall())
         self._files = files
         self._tools = tools
-        self._writer = StatusWriter(host_ip=host_ip, pod_ip=files.pod_ip)
+        self._writer = PodStatusBuilder(host_ip=host_ip, pod_ip=files.pod_ip)
         self._written: dict[str, Any] | None = None
         self._processes: dict[str, ContainerProcess] = {}
         self._wake = asyncio.Event()
@@ -86,8 +86,8 @@ class PodWorker:
             log.debug("pod %s is gone", self.machine.spec.key)
         finally:
             for process in self._processes.values():
-                process.send(signal.SIGKILL)
-            self._files.remove()
+                process.send_signal(signal.SIGKILL)
+            self._files.remove_volumes()
 
     def update(self, pod: Object) -> None:
         """The object has changed: perhaps it is to be deleted."""
@@ -107,13 +107,13 @@ class PodWorker:
         """Kill the process of a container, or of all: a crash."""
         for name, process in self._processes.items():
             if container in (None, name):
-                process.send(signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
 
-    def send(self, number: signal.Signals, container: str | None = None) -> None:
+    def send_signal(self, number: signal.Signals, container: str | None = None) -> None:
         """Signal the main process of a container, or of all."""
         for name, process in self._processes.items():
             if container in (None, name):
-                process.send(number)
+                process.send_signal(number)
 
     def pid(self, container: str) -> int:
         """The process id of a running container."""
@@ -131,7 +131,7 @@ class PodWorker:
     async def _round(self, tasks: asyncio.TaskGroup) -> None:
         self._wake.clear()
         for action in self.machine.step(self._tools.wall()):
-            if isinstance(action, Remove):
+            if isinstance(action, DeletePod):
                 await self._remove()
             else:
                 tasks.create_task(self._perform(action))
@@ -147,7 +147,7 @@ class PodWorker:
     async def _perform(self, action: Action) -> None:
         if isinstance(action, StartProcess):
             await self._start(action.container)
-        elif isinstance(action, Stop):
+        elif isinstance(action, StopContainer):
             await self._stop(action.container, action.grace_s)
         elif isinstance(action, RunProbe):
             await self._probe(action.container, action.kind)
@@ -159,7 +159,7 @@ class PodWorker:
         spec = machine.containers[container].spec
         try:
             # the object may refer to what has come since the last attempt
-            launch = await self._files.launch(self.pod, spec)
+            launch = await self._files.container_launch(self.pod, spec)
             process = await ContainerProcess.start(launch, self._tools.guard)
         except ImageMissing as missing:
             reason = "ErrImageNeverPull" if spec.pull_policy == "Never" else "ErrImagePull"
@@ -175,10 +175,14 @@ class PodWorker:
         try:
             code, number = await process.wait()
         except asyncio.CancelledError:
-            process.send(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
             await process.wait()
             raise
-        message = process.tail() if code and spec.raw.get("terminationMessagePolicy") == "FallbackToLogsOnError" else ""
+        message = (
+            process.output_tail()
+            if code and spec.raw.get("terminationMessagePolicy") == "FallbackToLogsOnError"
+            else ""
+        )
         del self._processes[container]
         return machine.on_exit(container, code, number, message, wall())
 
@@ -197,7 +201,7 @@ class PodWorker:
             ok, why = await run_handler(spec.pre_stop, spec, where, self._tools.http, grace_s)
             if not ok:
                 log.warning("preStop of %s/%s: %s", self.machine.spec.key, container, why)
-        process.send(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
+        process.send_signal(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
         # after a hook that took all of the grace there are two seconds more
         left_s = max(kill_at_s - clock(), _KILL_MARGIN_S if spec.pre_stop and grace_s > 0 else 0.0)
         began_s = clock()
@@ -206,7 +210,7 @@ class PodWorker:
             if self._lost or self.machine.grace_s == 0:
                 break
         if self._processes.get(container) is process:
-            process.send(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
 
     async def _probe(self, container: str, kind: ProbeKind) -> None:
         state = self.machine.containers[container].probes.get(kind)

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Final
 from bench.lab.policies.policy_file import load_policy, policy_file
 from bench.lab.policies.routers import (
     AffinityWithTokenLoad,
-    CacheAware,
-    ExploitExplore,
+    AibrixPrefixCache,
+    DynamoKvRouter,
     KthenaDefault,
-    KthenaMeasured,
-    KvRouter,
+    KthenaPublished,
     LeastKvCache,
     LeastRequest,
     LMetric,
     Oracle,
     PowerOfTwo,
-    PrefixAffinity,
-    PrefixCache,
+    PrebleExploitExplore,
     RandomPick,
+    RayPrefixAffinity,
+    SglangCacheAware,
 )
 from bench.lab.policies.trackers import (
     EngineCalibration,
@@ -31,7 +31,7 @@ from bench.lab.policies.trackers import (
     PrefixMemoryPolicy,
     PrefixMemoryRule,
 )
-from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.llmd.picker_builder import picker_from_text
 from extproc.llmd.plugin_types import installed_plugins
 from extproc.scheduling.builtin_pickers import (
@@ -108,7 +108,7 @@ def _ours() -> Picker:
 
 
 def _preble(tracker: InFlightTracker, known: EngineCalibration) -> Picker:
-    return ExploitExplore(
+    return PrebleExploitExplore(
         tracker,
         prefill_tokens_per_s=known.prefill_tokens_per_s,
         decode_s_per_token=known.decode_s_per_token,
@@ -145,19 +145,19 @@ POLICIES: Final[Mapping[str, Callable[[EngineCalibration], PolicySetup]]] = Mapp
         ),
         "llm-d-precise": _configured(_CONFIGS / "llm-d-precise.yaml", _KV_EVENTS),
         "kthena": _tracking_in_flight(lambda _tracker, _known: KthenaDefault(), _ENDED),
-        "kthena-2025-least-request": _plain(KthenaMeasured),
-        "kthena-2025-prefix": _tracking_in_flight(lambda _tracker, _known: KthenaMeasured(prefix="seen"), _ENDED),
+        "kthena-2025-least-request": _plain(KthenaPublished),
+        "kthena-2025-prefix": _tracking_in_flight(lambda _tracker, _known: KthenaPublished(prefix="seen"), _ENDED),
         "kthena-2025-kvcache": _tracking_in_flight(
-            lambda _tracker, _known: KthenaMeasured(prefix="whole"), PrefixMemoryRule(by="events")
+            lambda _tracker, _known: KthenaPublished(prefix="whole"), PrefixMemoryRule(by="events")
         ),
-        "sglang": _tracking_in_flight(lambda _tracker, _known: CacheAware(), _UNBOUNDED),
+        "sglang": _tracking_in_flight(lambda _tracker, _known: SglangCacheAware(), _UNBOUNDED),
         "dynamo": _tracking_in_flight(
-            lambda tracker, known: KvRouter(tracker, known.block_size), PrefixMemoryRule(by="events")
+            lambda tracker, known: DynamoKvRouter(tracker, known.block_size), PrefixMemoryRule(by="events")
         ),
         "preble": _tracking_in_flight(_preble, _SENT),
-        "aibrix-prefix-cache": _tracking_in_flight(lambda _tracker, _known: PrefixCache(), _UNBOUNDED),
+        "aibrix-prefix-cache": _tracking_in_flight(lambda _tracker, _known: AibrixPrefixCache(), _UNBOUNDED),
         "aibrix-least-kv-cache": _plain(LeastKvCache),
-        "ray": _tracking_in_flight(lambda _tracker, _known: PrefixAffinity(), _UNBOUNDED),
+        "ray": _tracking_in_flight(lambda _tracker, _known: RayPrefixAffinity(), _UNBOUNDED),
         "lmetric": _tracking_in_flight(lambda tracker, _: LMetric(tracker), _SENT),
         "pd-attache": _pairs(ExpectedSeconds(512)),
         # for strict times per output token

@@ -186,7 +186,7 @@ class AffinityWithTokenLoad:
         return least_cost(view, load, rng, sticky)
 
 
-class KthenaMeasured:
+class KthenaPublished:
     """What Kthena's published comparison ran (docs blog, 2025-09-09).
 
     The least-request score of that time, ``running + 100 * waiting`` as scraped once a second with nothing added
@@ -231,7 +231,7 @@ def _prefix(view: View) -> Floats:
     return ratio
 
 
-class CacheAware:
+class SglangCacheAware:
     """Balance first, then the tree."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
@@ -245,7 +245,7 @@ class CacheAware:
         return least_cost(view, -ratio + load / (1e6 * (1 + most)), rng, may & np.isfinite(load))
 
 
-class KvRouter:
+class DynamoKvRouter:
     """``block_size``: the engines', in tokens."""
 
     def __init__(self, tracker: InFlightTracker, block_size: int) -> None:
@@ -294,7 +294,7 @@ class _EngineHistory:
         return used / max(1, len(self._sent))
 
 
-class ExploitExplore:
+class PrebleExploitExplore:
     """``prefill_tokens_per_s`` and ``decode_s_per_token`` are measured on an idle engine, as in Preble."""
 
     def __init__(
@@ -343,7 +343,7 @@ class ExploitExplore:
         self._histories[row].send(now, seconds, list(request.text.hashes))
 
 
-class PrefixCache:
+class AibrixPrefixCache:
     """``prefix-cache`` with the defaults of the code."""
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
@@ -367,7 +367,7 @@ class LeastKvCache:
         return least_cost(view, view.table.kv_usage, rng)
 
 
-class PrefixAffinity:
+class RayPrefixAffinity:
     """Keeps the size of each endpoint's part of the tree: the tokens that it was the first to be sent."""
 
     def __init__(self) -> None:
@@ -414,7 +414,7 @@ class Oracle:
         for address, engine in self._tracker.engines.items():
             row = view.table.row_of(address)
             if row is not None:
-                cost[row] = self._seconds(engine, request, self._tracker.prefilling(row))
+                cost[row] = self._seconds(engine, request, self._tracker.requests_in_prefill(row))
         return least_cost(view, cost, rng)
 
     def _seconds(self, engine: Scheduler, request: Request, ahead: list[Request]) -> float:
@@ -427,7 +427,7 @@ def _left(engine: Scheduler, request: Request) -> float:
     if request.is_running:
         return _prefill_s(engine, request.tokens - request.computed, request.computed)
     size = engine.limits.block_size
-    cached = len(engine.pool.match(request.text.hashes[: (request.tokens - 1) // size])) * size
+    cached = len(engine.pool.match_prefix(request.text.hashes[: (request.tokens - 1) // size])) * size
     return _prefill_s(engine, request.tokens - cached, cached)
 
 

@@ -70,7 +70,7 @@ class InFlightTracker:
         own = request.text.hashes
         return np.array([len(active) + sum(1 for one in own if one not in active) for active in self._active], float)
 
-    def prefilling(self, row: int) -> list[Request]:
+    def requests_in_prefill(self, row: int) -> list[Request]:
         """Requests without a first token at this endpoint or on their way to it."""
         return [one.request for one in self._entries.values() if one.is_prefilling and one.row == row]
 
@@ -170,7 +170,7 @@ class PrefixMemoryPolicy:
         cached = np.zeros(len(self._held))
         if self._rule.by == "events":
             for address, engine in self._tracker.engines.items():
-                cached[self._tracker.row_of(view.table, address)] = len(engine.pool.match(usable))
+                cached[self._tracker.row_of(view.table, address)] = len(engine.pool.match_prefix(usable))
             self._add_predicted(cached, usable, view.now_s)
         else:
             for row, held in enumerate(self._held):

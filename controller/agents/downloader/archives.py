@@ -78,7 +78,7 @@ class MemberCheck:
         self._size = 0
         self._kinds: dict[str, str] = {}
 
-    def check_member(self, member: Member) -> str | None:
+    def checked_destination(self, member: Member) -> str | None:
         """The path to write the member to; None: it is the directory itself. Raises ContentRefused."""
         path = _normal(member.name)
         if not path:
@@ -265,7 +265,7 @@ class Unpacker:
         """Where to write the member; None: nowhere."""
         if self._is_stopped():
             raise UnpackingStopped
-        path = self._members.check_member(member)
+        path = self._members.checked_destination(member)
         kept = self._kept(path) if path else ""
         return kept if kept and (member.kind == "directory" or self._wants(kept)) else None
 
@@ -282,7 +282,7 @@ class Unpacker:
             return False
         gone = parent if last == _OPAQUE else f"{parent}/{last.removeprefix(_WHITEOUT)}".lstrip("/")
         # its folder is judged like any other
-        self._members.check_member(Member(f"{parent}/{_WHITEOUT}".lstrip("/"), "file"))
+        self._members.checked_destination(Member(f"{parent}/{_WHITEOUT}".lstrip("/"), "file"))
         self._members.forget_removed(gone)
         kept = self._kept(gone)
         if kept:

@@ -70,7 +70,7 @@ class CacheEntry:
                 shutil.rmtree(directory)
         self.create_directories()
 
-    def describe(self, *, is_held: bool) -> EvictionCandidate:
+    def eviction_candidate(self, *, is_held: bool) -> EvictionCandidate:
         """The inputs of eviction; raises OSError if the entry disappears meanwhile."""
         marker = self.read_completion_marker()
         seen = [
@@ -108,13 +108,13 @@ class WeightCache:
         (directory / "ready.json").unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
 
-    def fill_lock(self, key: str) -> Lock:
+    def fill_lock(self, key: str) -> FileLock:
         """The lock that the writer of an entry holds."""
-        return Lock(self._locks / key)
+        return FileLock(self._locks / key)
 
-    def use_lock(self, key: str) -> Lock:
+    def use_lock(self, key: str) -> FileLock:
         """Shared by processes that read the entry for longer (``--hold``), exclusive for eviction."""
-        return Lock(self._locks / f"{key}.use")
+        return FileLock(self._locks / f"{key}.use")
 
     def store_listing_key(self, question: str, key: str) -> None:
         """Store the key of a listing, for use while its source is unavailable."""
@@ -127,7 +127,7 @@ class WeightCache:
         except OSError:
             return ""
 
-    def entries(self) -> list[str]:
+    def entry_keys(self) -> list[str]:
         """Keys of all entries, complete or not."""
         return [path.name for path in self.root.iterdir() if len(path.name) == _KEY_LENGTH and path.is_dir()]
 
@@ -137,7 +137,7 @@ class WeightCache:
         return found.f_bavail * found.f_frsize
 
 
-class Lock:
+class FileLock:
     """A lock of the kernel on a file: a process that dies, however, has let go of it."""
 
     def __init__(self, path: Path) -> None:

@@ -20,7 +20,7 @@ from controller.agents.downloader.cache import (
     CachedFile,
     CompletionMarker,
     EntryState,
-    Lock,
+    FileLock,
     WeightCache,
     choose_evictions,
     next_cache_step,
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 
     from controller.agents.downloader.cache import CacheEntry
     from controller.agents.downloader.core.fetch_plan import FileListing
-    from controller.agents.downloader.environment import Environment
+    from controller.agents.downloader.environment import EnvironmentReader
     from controller.agents.downloader.progress import ProgressTracker
     from controller.agents.downloader.sources.source import RemoteSource
-    from controller.agents.downloader.transfer import Transfer
+    from controller.agents.downloader.transfer import TransferClient
 
 _FOLLOW_S: Final = 0.5
 
@@ -83,7 +83,7 @@ class CacheFiller:
         self,
         cache: WeightCache,
         source: RemoteSource,
-        transfer: Transfer,
+        transfer: TransferClient,
         tracker: ProgressTracker,
         rules: CacheFillSettings,
     ) -> None:
@@ -145,12 +145,12 @@ class CacheFiller:
 
     def _evict(self, key: str, needed: int, limit: int) -> None:
         entries = []
-        for other in self._cache.entries():
+        for other in self._cache.entry_keys():
             with contextlib.suppress(OSError):  # another process evicts, too
                 use = self._cache.use_lock(other)
                 is_free = use.acquire()
                 use.release()
-                entries.append(self._cache.entry(other).describe(is_held=not is_free))
+                entries.append(self._cache.entry(other).eviction_candidate(is_held=not is_free))
         on_disk = sum(one.size for one in entries) + self._cache.free_bytes() - self._rules.keep_free
         for other in choose_evictions(entries, limit=min(limit, on_disk), needed=needed, keep=key):
             use, lock = self._cache.use_lock(other), self._cache.fill_lock(other)
@@ -235,10 +235,10 @@ class ReadyWeights(msgspec.Struct, frozen=True):
     """``path``: of the weights. ``use``: a lock that keeps them from eviction; None if they are not in the cache."""
 
     path: Path
-    use: Lock | None
+    use: FileLock | None
 
 
-async def download(job: DownloadJob, environment: Environment, tracker: ProgressTracker) -> ReadyWeights:
+async def download(job: DownloadJob, environment: EnvironmentReader, tracker: ProgressTracker) -> ReadyWeights:
     """Have the weights on this node, and linked; raises a DownloadError."""
     tracker.start()
     try:
@@ -255,7 +255,7 @@ async def download(job: DownloadJob, environment: Environment, tracker: Progress
         raise
 
 
-async def _download(job: DownloadJob, environment: Environment, tracker: ProgressTracker) -> ReadyWeights:
+async def _download(job: DownloadJob, environment: EnvironmentReader, tracker: ProgressTracker) -> ReadyWeights:
     place = job.wanted.place
     if isinstance(place, ClaimLocation | FileLocation):
         path = await run_in_thread(resolve_local_path, place, job.claims, job.files)
@@ -275,12 +275,12 @@ async def _download(job: DownloadJob, environment: Environment, tracker: Progres
                 raise
             return _linked(job, tracker, stale)
         key = cache_entry_key(job.wanted, listing)
-        tracker.on_resolved(revision=listing.revision, key=key, files=len(listing.files), size=listing.size)
+        tracker.on_resolved(revision=listing.revision, key=key, files=len(listing.files), size=listing.total_size)
         filler = CacheFiller(cache, source, transfer, tracker, job.rules)
         use = await _completed(cache, key, tracker, lambda: filler.fill(key, listing, job.wanted, job.shown_uri))
         entry = cache.entry(key)
         entry.touch()
-        tracker.add_present(files=len(listing.files), size=listing.size)
+        tracker.set_present_on_disk(files=len(listing.files), size=listing.total_size)
         with translate_disk_errors(f"to the cache {cache.root}"):
             cache.store_listing_key(question, key)
         return _linked(job, tracker, ReadyWeights(entry.content, use))
@@ -327,7 +327,7 @@ def _stale(
         return None
     entry.touch()
     tracker.on_resolved(revision=marker.revision, key=key, files=len(marker.files), size=marker.size)
-    tracker.add_present(files=len(marker.files), size=marker.size)
+    tracker.set_present_on_disk(files=len(marker.files), size=marker.size)
     tracker.count_retry(error, 0.0)
     return ReadyWeights(entry.content, use)
 
@@ -341,7 +341,7 @@ def _linked(job: DownloadJob, tracker: ProgressTracker, ready: ReadyWeights) -> 
 
 async def _completed(
     cache: WeightCache, key: str, tracker: ProgressTracker, fill: Callable[[], Awaitable[None]]
-) -> Lock:
+) -> FileLock:
     """Return once the entry is complete, with a share of its use. Of many processes one fetches, the others follow."""
     use, lock, entry = cache.use_lock(key), cache.fill_lock(key), cache.entry(key)
     is_told = False

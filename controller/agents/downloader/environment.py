@@ -32,7 +32,7 @@ def _content(path: Path) -> str:
     return ""
 
 
-class Environment:
+class EnvironmentReader:
     """``NAME``, or what is in the file that ``NAME_FILE`` names. Never printed."""
 
     def __init__(self, variables: Mapping[str, str] = os.environ) -> None:

@@ -27,7 +27,7 @@ from controller.agents.downloader.core.fetch_plan import (
     retry_delay_s,
 )
 from controller.agents.downloader.local_files import file_digest, run_in_thread
-from controller.agents.downloader.transfer import Range
+from controller.agents.downloader.transfer import RequestedRange
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from controller.agents.downloader.core.fetch_plan import FileListing, RemoteFile
     from controller.agents.downloader.progress import ProgressTracker
     from controller.agents.downloader.sources.source import RemoteSource
-    from controller.agents.downloader.transfer import Transfer
+    from controller.agents.downloader.transfer import TransferClient
 
 _MIB: Final = 1024**2
 
@@ -79,7 +79,7 @@ class EntryFetch:
     def __init__(
         self,
         source: RemoteSource,
-        transfer: Transfer,
+        transfer: TransferClient,
         entry: CacheEntry,
         tracker: ProgressTracker,
         *,
@@ -147,7 +147,7 @@ class EntryFetch:
             ]
             self._left[index] = len(wanted)
             parts.extend(wanted)
-        self._tracker.add_present(files=done, size=size)
+        self._tracker.set_present_on_disk(files=done, size=size)
         return parts
 
     def _there(self) -> dict[int, list[ByteRange]]:
@@ -202,8 +202,8 @@ class EntryFetch:
         try:
             if part.end == 0:  # an empty file
                 return
-            request = await self._source.request(file, position.at, part.end)
-            wanted = Range(position.at, part.end, file.size, file.version, file.ranges)
+            request = await self._source.build_request(file, position.at, part.end)
+            wanted = RequestedRange(position.at, part.end, file.size, file.version, file.ranges)
             async with self._transfer.open(request, wanted) as chunks:
                 await self._write(descriptor, _Target(part, file.path, position), chunks)
         finally:

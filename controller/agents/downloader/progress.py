@@ -96,7 +96,7 @@ class ProgressTracker:
         """The source has answered what is to be fetched."""
         self.now = msgspec.structs.replace(self.now, revision=revision, key=key, files_total=files, bytes_total=size)
 
-    def add_present(self, *, files: int, size: int) -> None:
+    def set_present_on_disk(self, *, files: int, size: int) -> None:
         """So much is on the disk."""
         self.now = msgspec.structs.replace(self.now, files_done=files, bytes_done=size)
 
@@ -217,7 +217,7 @@ class PodConditionWriter:
             self._changed.set()
 
     @contextlib.asynccontextmanager
-    async def write_while_open(self) -> AsyncIterator[None]:
+    async def writing_in_background(self) -> AsyncIterator[None]:
         """Writes while inside, and the last state when left, however that is."""
         writing = asyncio.create_task(self._write_on())
         try:

@@ -66,7 +66,7 @@ class SmallResponse(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class Range(msgspec.Struct, frozen=True):
+class RequestedRange(msgspec.Struct, frozen=True):
     """A range of a file. ``size``: of the whole file. ``version``: the ETag that an answer has, if it has one."""
 
     start: int
@@ -76,7 +76,7 @@ class Range(msgspec.Struct, frozen=True):
     ranged: bool = True
 
 
-class Transfer:
+class TransferClient:
     """Sends requests and retries none: the caller has the journal of what is still missing."""
 
     def __init__(self, http: aiohttp.ClientSession, timeouts: Timeouts, tls: ssl.SSLContext) -> None:
@@ -100,21 +100,21 @@ class Transfer:
 
     async def head(self, request: HttpRequest) -> SmallResponse:
         """Status and headers of a file without its bytes: of its first byte, because not every server answers HEAD."""
-        ranged = msgspec.structs.replace(request, headers={**request.headers, "Range": "bytes=0-0"})
+        ranged = msgspec.structs.replace(request, headers={**request.headers, "RequestedRange": "bytes=0-0"})
         async with self._answer(ranged, allow=(416,)) as answer:
             headers = {name.lower(): value for name, value in answer.headers.items()}
             answer.close()  # a server without ranges would send all of it
             return SmallResponse(answer.status, headers, b"")
 
     @contextlib.asynccontextmanager
-    async def open(self, request: HttpRequest, wanted: Range) -> AsyncIterator[AsyncGenerator[bytes]]:
+    async def open(self, request: HttpRequest, wanted: RequestedRange) -> AsyncIterator[AsyncGenerator[bytes]]:
         """The range's bytes in chunks of at most 256 KiB.
 
         Raises SourceChanged if the answer is of another version or size, and Unavailable if it is of another range.
         """
         headers = dict(request.headers)
         if wanted.ranged and wanted.end is not None and wanted.end > wanted.start and not request.has_range:
-            headers["Range"] = f"bytes={wanted.start}-{wanted.end - 1}"
+            headers["RequestedRange"] = f"bytes={wanted.start}-{wanted.end - 1}"
         async with self._answer(msgspec.structs.replace(request, headers=headers)) as answer:
             _check(answer, wanted, redact_uri(request.url), has_range=request.has_range)
             async with contextlib.aclosing(self._chunks(answer)) as chunks:
@@ -181,7 +181,9 @@ def error_for_status(status: int, where: str, retry_after: str | None = None) ->
 
 
 @contextlib.asynccontextmanager
-async def open_transfer(timeouts: Timeouts, connections: int, ca_files: Sequence[str] = ()) -> AsyncIterator[Transfer]:
+async def open_transfer(
+    timeouts: Timeouts, connections: int, ca_files: Sequence[str] = ()
+) -> AsyncIterator[TransferClient]:
     """A Transfer with a session of its own. ``ca_files``: authorities beside the machine's; raises OSError for a bad
     one.
     """
@@ -196,7 +198,7 @@ async def open_transfer(timeouts: Timeouts, connections: int, ca_files: Sequence
         trust_env=True,  # HTTPS_PROXY and NO_PROXY: clusters often reach the outside only so
         read_bufsize=_CHUNK,
     ) as http:
-        yield Transfer(http, timeouts, tls)
+        yield TransferClient(http, timeouts, tls)
 
 
 def etag_in(headers: Mapping[str, str]) -> str:
@@ -204,7 +206,7 @@ def etag_in(headers: Mapping[str, str]) -> str:
     return headers.get("etag", "").strip().removeprefix("W/").strip('"')
 
 
-def _check(answer: aiohttp.ClientResponse, wanted: Range, where: str, *, has_range: bool) -> None:
+def _check(answer: aiohttp.ClientResponse, wanted: RequestedRange, where: str, *, has_range: bool) -> None:
     version = etag_in({"etag": answer.headers.get("etag", "")})
     if wanted.version and version and version != wanted.version:
         raise SourceChanged(f"{where} was replaced during the download")

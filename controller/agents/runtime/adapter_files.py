@@ -12,21 +12,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from controller.agents.runtime.adapter_names import (
+from controller.agents.runtime.declared_adapters import (
     NameInvalid,
     NotDeclared,
     adapter_link_name,
+    allowed_local_path,
     check_name,
     check_uri,
     is_uri,
-    local_path,
 )
 from controller.agents.runtime.model_repository import add_model, remove_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.agents.runtime.adapter_names import DeclaredAdapter
+    from controller.agents.runtime.declared_adapters import DeclaredAdapter
     from controller.agents.runtime.settings import AdapterSettings
     from extproc.engines.dialects import Dialect
 
@@ -131,7 +131,7 @@ class AdapterFiles:
                 return "", ""
             raise NameInvalid(f"{name} is not declared: lora_path is missing")
         if not is_uri(source):
-            return source, local_path(source, self._settings.policy)
+            return source, allowed_local_path(source, self._settings.policy)
         if declared is None or source != declared.uri:
             check_uri(source, self._settings.policy)
         # the repository holds what is made from them

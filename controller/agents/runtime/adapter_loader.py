@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from controller.agents.runtime.adapter_files import DownloadFailed
-from controller.agents.runtime.adapter_names import DeclaredAdapter, NameInvalid, NotDeclared
+from controller.agents.runtime.declared_adapters import DeclaredAdapter, NameInvalid, NotDeclared
 from controller.agents.runtime.engine_client import EngineFailed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from controller.agents.runtime.adapter_files import AdapterFiles
-    from controller.agents.runtime.adapter_names import DeclaredAdaptersFile
+    from controller.agents.runtime.declared_adapters import DeclaredAdaptersFile
     from controller.agents.runtime.engine_client import EngineClient
     from controller.agents.runtime.metrics import Counters, EngineMetricsPage
     from controller.agents.runtime.settings import AdapterSettings
@@ -234,7 +234,9 @@ class AdapterUsage:
         """False if the engine reports which adapters are in use, but its page could not be read."""
         return page is not None or not self._tells_loras
 
-    def adapters(self, listed: Mapping[str, str], page: EngineMetricsPage | None, now_s: float) -> dict[str, Adapter]:
+    def loaded_adapters(
+        self, listed: Mapping[str, str], page: EngineMetricsPage | None, now_s: float
+    ) -> dict[str, Adapter]:
         """The loaded adapters with their last use. ``listed``: paths by name, empty where the engine lists none.
 
         One that is seen for the first time counts as used now: the agent may have started after it was loaded.
@@ -320,12 +322,12 @@ class AdapterLoader:
         self._changing = asyncio.Lock()
 
     @property
-    def unloading(self) -> frozenset[str]:
+    def idle_to_unload(self) -> frozenset[str]:
         """Loaded ones that will be unloaded, as they were not used for long. A load keeps them."""
         return frozenset(self._leaving)
 
     @property
-    def loading(self) -> frozenset[str]:
+    def adapters_being_loaded(self) -> frozenset[str]:
         """Adapters that are being downloaded or loaded."""
         return frozenset(self._coming)
 
@@ -380,7 +382,7 @@ class AdapterLoader:
         page = await self._page() if with_use else None
         pinned = frozenset(name for name, one in self.file.declared.items() if one.pinned)
         sizes = {name: one.memory for name, one in self.file.declared.items()}
-        adapters = self._uses.adapters(listed, page, self._clock())
+        adapters = self._uses.loaded_adapters(listed, page, self._clock())
         slots = page.adapters.slots if page is not None and page.adapters is not None else 0
         self._counters.adapters = len(adapters)
         return EngineAdapters(
@@ -413,11 +415,11 @@ class AdapterLoader:
             paths=paths,
             removed=frozenset(self.file.removed),
             unwanted=frozenset(self._unwanted),
-            coming=self.loading,
+            coming=self.adapters_being_loaded,
             failures=self.failures,
         )
         wanted = adapter_changes(shelf, wishes, keep_s=self._settings.keep_s, now_s=self._clock())
-        self.file.removed &= set(shelf.loaded) | self.loading
+        self.file.removed &= set(shelf.loaded) | self.adapters_being_loaded
         for name in wanted.unload:
             async with self._changing:
                 await self._unload(name, shelf, "removed")

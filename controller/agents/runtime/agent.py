@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from controller.agents.runtime.adapter_files import AdapterFiles
 from controller.agents.runtime.adapter_loader import AdapterLoader, LoadRefused
-from controller.agents.runtime.adapter_names import DeclaredAdaptersFile
+from controller.agents.runtime.declared_adapters import DeclaredAdaptersFile
 from controller.agents.runtime.drain import Drainer, EngineLoad
 from controller.agents.runtime.engine_watch import EngineWatch
-from controller.agents.runtime.metrics import AgentState, BatchCounters, Counters, write_page
+from controller.agents.runtime.metrics import AgentState, BatchCounters, Counters, render_agent_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,10 +116,10 @@ class Agent:
             has_answered=self.watch.health.phase != "starting",
             drain_s=None if drain is None else (drain.ended_at_s or self._clock()) - drain.began_at_s,
             file_is_good=not self.file.problem,
-            coming=len(self.loader.loading),
+            coming=len(self.loader.adapters_being_loaded),
             limit=self.loader.limit or slots,
         )
-        return write_page(page, state, self._counters)
+        return render_agent_metrics(page, state, self._counters)
 
     async def _load(self) -> EngineLoad:
         load = await self.watch.engine_load()

@@ -28,7 +28,7 @@ from controller.agents.runtime.batching.tensor_merge import (
     split_response,
 )
 from extproc.http_headers import HOP_BY_HOP
-from extproc.http_relay import is_text, relay_session
+from extproc.http_relay import is_rewritable_header, relay_session
 from extproc.page_server import PageLimits, PageServer
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def _passed(headers: CIMultiDictProxy[str]) -> list[tuple[str, str]]:
     return [
         (name, value)
         for name, value in headers.items()
-        if name.lower() not in HOP_BY_HOP and name.lower() not in named and is_text(value)
+        if name.lower() not in HOP_BY_HOP and name.lower() not in named and is_rewritable_header(value)
     ]
 
 

@@ -54,7 +54,7 @@ class DrainState(msgspec.Struct, frozen=True):
     ended_at_s: float = 0.0
 
 
-def observe_engine(
+def next_drain_state(
     drain: DrainState, load: EngineLoad, settings: DrainSettings, *, finishes_requests: bool, now_s: float
 ) -> DrainState:
     """The drain after a read of the engine's page. ``finishes_requests``: see Dialect.
@@ -142,7 +142,7 @@ class Drainer:
         async with self._changed:
             if self.drain is None:
                 return
-            self.drain = observe_engine(
+            self.drain = next_drain_state(
                 self.drain, load, self._settings, finishes_requests=self._finishes_requests, now_s=self._clock()
             )
             if self.drain.outcome:

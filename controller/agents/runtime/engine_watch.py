@@ -21,15 +21,15 @@ from controller.agents.runtime.engine_client import (
 from controller.agents.runtime.health import (
     Health,
     on_connection_refused,
-    on_metrics,
+    on_metrics_read,
     on_probe_failed,
     on_probe_ok,
     on_probe_sent,
-    on_warm,
+    on_warm_up_done,
     why_not_alive,
     why_not_ready,
 )
-from controller.agents.runtime.metrics import read_page
+from controller.agents.runtime.metrics import parse_engine_metrics
 from extproc.engines.engine_responses import parse_base_model
 from extproc.engines.prometheus_text import MetricsPageRefused
 from extproc.wire_protocol import READY_PATH
@@ -96,7 +96,7 @@ class EngineWatch:
             page = await self.metrics_page()
             running = None if page is None else page.total("running_requests")
             progress = () if page is None else page.progress_counters
-            self.health = on_metrics(self.health, running=running, progress=progress, now_s=self._clock())
+            self.health = on_metrics_read(self.health, running=running, progress=progress, now_s=self._clock())
             self._log_change()
             await asyncio.sleep(self._settings.metrics_interval_s)
 
@@ -128,7 +128,9 @@ class EngineWatch:
         self._is_gone = False
         try:
             answer = await self._client.get(self._settings.metrics_url, timeout_s=_METRICS_TIMEOUT_S)
-            self._page = read_page(answer.expect_success("metrics"), self._settings.dialect, unix_s=self._unix_clock())
+            self._page = parse_engine_metrics(
+                answer.expect_success("metrics"), self._settings.dialect, unix_s=self._unix_clock()
+            )
         except EngineUnreachable:
             self._page, self._is_gone = None, True
         except (EngineFailed, MetricsPageRefused):
@@ -212,7 +214,7 @@ class EngineWatch:
             log.warning("the warm-up is not over after %g s; the engine serves now", self._settings.warm_up.timeout_s)
             self._counters.warm_up_failures += 1
         self._counters.warm_up_s = self._clock() - began_s
-        self.health = on_warm(self.health)
+        self.health = on_warm_up_done(self.health)
 
     async def _send_warm_up(self) -> None:
         for request in self._warm_up_requests():

@@ -17,7 +17,7 @@ DRAINING: Final = "draining"
 
 
 class HealthSettings(msgspec.Struct, frozen=True):
-    """``failures``: probes in a row until not ready. ``dead_after_s``: of silence until the engine is called dead.
+    """``consecutive_failures``: probes in a row until not ready. ``dead_after_s``: of silence until the engine is called dead.
 
     An unanswered probe counts as one failure for each ``probe_timeout_s``: no second one is sent meanwhile, so probes
     never pile up in an engine that hangs.
@@ -32,7 +32,7 @@ class HealthSettings(msgspec.Struct, frozen=True):
 class Health(msgspec.Struct, frozen=True):
     """``phase``: ``starting`` until the model has answered a request, ``warming`` until the warm-up is over.
 
-    ``asked_at_s``: when the probe under way was sent. ``failures``: bad answers since the last good one.
+    ``asked_at_s``: when the probe under way was sent. ``consecutive_failures``: bad answers since the last good one.
     ``answered_at_s``: the last good answer since the engine started. ``progressed_at_s``: the engine last computed
     something, or had nothing to compute.
     """
@@ -66,12 +66,14 @@ def on_connection_refused(health: Health) -> Health:
     return Health(failures=health.failures + 1)
 
 
-def on_warm(health: Health) -> Health:
+def on_warm_up_done(health: Health) -> Health:
     """The warm-up is over."""
     return replace(health, phase="serving") if health.phase == "warming" else health
 
 
-def on_metrics(health: Health, *, running: float | None, progress: tuple[float | None, ...], now_s: float) -> Health:
+def on_metrics_read(
+    health: Health, *, running: float | None, progress: tuple[float | None, ...], now_s: float
+) -> Health:
     """A metrics page was read. An engine whose counters stand still while requests run does not progress.
 
     Waiting requests alone prove nothing: in a decode engine they may wait for another engine. Unknown is no standstill:
@@ -83,7 +85,7 @@ def on_metrics(health: Health, *, running: float | None, progress: tuple[float |
     return replace(health, progress=progress, progressed_at_s=now_s)
 
 
-def failures(health: Health, settings: HealthSettings, now_s: float) -> int:
+def consecutive_failures(health: Health, settings: HealthSettings, now_s: float) -> int:
     """Failures in a row, those of a probe that has no answer yet included."""
     if health.asked_at_s is None:
         return health.failures
@@ -103,7 +105,7 @@ def why_not_ready(health: Health, settings: HealthSettings, *, is_draining: bool
         return NEVER_ANSWERED
     if health.phase == "warming":
         return WARMING
-    count = failures(health, settings, now_s)
+    count = consecutive_failures(health, settings, now_s)
     if count >= settings.failures:
         return f"{count} probes in a row failed or had no answer"
     if is_stalled(health, settings, now_s):
@@ -119,7 +121,7 @@ def why_not_alive(health: Health, settings: HealthSettings, now_s: float) -> str
     if health.answered_at_s is None:
         return ""
     silent_s = now_s - health.answered_at_s
-    if silent_s >= settings.dead_after_s and failures(health, settings, now_s) >= settings.failures:
+    if silent_s >= settings.dead_after_s and consecutive_failures(health, settings, now_s) >= settings.failures:
         return f"no good answer for {silent_s:.0f} s"
     stalled_s = now_s - (now_s if health.progressed_at_s is None else health.progressed_at_s)
     if stalled_s >= settings.stalled_after_s + settings.dead_after_s:

@@ -126,7 +126,7 @@ class _Sample(msgspec.Struct, frozen=True):
     value: float
 
 
-def read_page(page: bytes, dialect: Dialect, *, unix_s: float) -> EngineMetricsPage:
+def parse_engine_metrics(page: bytes, dialect: Dialect, *, unix_s: float) -> EngineMetricsPage:
     """Raises PageRefused. ``unix_s``: the time now, because vLLM reports by Unix time when adapters were in use."""
     values: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Histogram]] = {}
@@ -208,7 +208,7 @@ class AgentState(msgspec.Struct, frozen=True):
     limit: int
 
 
-def write_page(page: EngineMetricsPage | None, state: AgentState, counters: Counters) -> str:
+def render_agent_metrics(page: EngineMetricsPage | None, state: AgentState, counters: Counters) -> str:
     """Prometheus' text format. Without the engine's page its metrics are missing, and ``..._metrics_up`` is 0."""
     lines: list[str] = []
     if page is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.agents.runtime.adapter_names import NameInvalid
+from controller.agents.runtime.declared_adapters import NameInvalid
 
 if TYPE_CHECKING:
     from extproc.engines.dialects import Dialect

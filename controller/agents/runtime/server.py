@@ -122,7 +122,7 @@ class AgentServer:
             _ListedAdapter(
                 id=one.name,
                 # gateways send nothing to one that leaves; who asks for its load keeps it
-                state="unloading" if one.name in loader.unloading else "loaded",
+                state="unloading" if one.name in loader.idle_to_unload else "loaded",
                 path=one.path,
                 is_declared=one.name in declared,
                 is_pinned=one.name in shelf.pinned,
@@ -131,11 +131,11 @@ class AgentServer:
             )
             for one in shelf.loaded.values()
         ]
-        others = dict.fromkeys([*declared, *loader.loading, *loader.failures])
+        others = dict.fromkeys([*declared, *loader.adapters_being_loaded, *loader.failures])
         for name in (name for name in others if name not in shelf.loaded):
             failure = loader.failures.get(name)
             is_broken = failure is not None and not failure.is_busy
-            state = "loading" if name in loader.loading else "failed" if is_broken else "absent"
+            state = "loading" if name in loader.adapters_being_loaded else "failed" if is_broken else "absent"
             listed.append(
                 _ListedAdapter(
                     id=name,

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.batching.queue import BatchLimits
+from controller.agents.runtime.declared_adapters import SourcePolicy
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import ModelRequest, parse_prompts
 from controller.agents.runtime.health import HealthSettings

@@ -24,7 +24,7 @@ from controller.autoscaler.decision.decide_stage import (
     why_stage_keeps_replica,
 )
 from controller.autoscaler.decision.decision import AppliedRule, Decision, Strategy, TargetDecision
-from controller.autoscaler.decision.saved_state import CachedAllocation, Memory, StageMemory
+from controller.autoscaler.decision.saved_state import BindingMemory, CachedAllocation, StageMemory
 from controller.autoscaler.decision.situation import EngineState, Situation, TargetSituation
 
 if TYPE_CHECKING:
@@ -49,21 +49,21 @@ def decide(
     policy: AutoscalingPolicySpec,
     binding: AutoscalingPolicyBinding,
     situations: Sequence[Situation],
-    memory: Memory | None,
+    memory: BindingMemory | None,
     now_s: float,
     *,
     free: Mapping[str, int] | None = None,
-) -> tuple[Decision, Memory]:
+) -> tuple[Decision, BindingMemory]:
     """``situations``: one a stage. ``memory``: the one that the last call returned; None at first, and after a restart.
     ``free``: free accelerators of nodes, by pool; None if unknown.
 
     ``now_s``: since 1970, as schedules need it. The decision has the desired replicas of each target; the caller
     applies them as the mode requires.
     """
-    before = memory or Memory()
+    before = memory or BindingMemory()
     if policy.mode == "Paused":
         targets = tuple(_as_it_is(target) for one in situations for target in one.targets)
-        paused = Memory(schedules=before.schedules, bounds=before.bounds)
+        paused = BindingMemory(schedules=before.schedules, bounds=before.bounds)
         return _decision(policy, binding, now_s, targets), paused
     bounds = _bounds(policy, before, now_s)
     stages = [_stage(one, before.stages.get(_name(one)), policy, bounds) for one in situations]
@@ -79,7 +79,7 @@ def decide(
         inputs={f"start_s_{target.name}": target.start_s for stage in stages for target in stage.situation.targets},
     )
     kept = {_name(stage.situation): stage.memory for stage in stages}
-    return decision, Memory(kept, policy.schedules, bounds, sharing.shared)
+    return decision, BindingMemory(kept, policy.schedules, bounds, sharing.shared)
 
 
 def _decision(
@@ -98,7 +98,7 @@ def _name(situation: Situation) -> str:
     return situation.targets[0].spec.stage
 
 
-def _bounds(policy: AutoscalingPolicySpec, before: Memory, now_s: float) -> ReplicaBounds:
+def _bounds(policy: AutoscalingPolicySpec, before: BindingMemory, now_s: float) -> ReplicaBounds:
     """Cron lines are slow to read, so bounds are kept until they end."""
     if policy.schedules == before.schedules and now_s < before.bounds.until_s:
         return before.bounds
@@ -121,7 +121,7 @@ def _not_below_one(
     stages: list[StageReplicaNeed], policy: AutoscalingPolicySpec, bounds: ReplicaBounds
 ) -> list[StageReplicaNeed]:
     """Stages go to zero together, or not at all."""
-    is_at_zero = all(stage.situation.current == 0 for stage in stages)
+    is_at_zero = all(stage.situation.current_replicas == 0 for stage in stages)
     if bounds.most == 0 or (is_at_zero and policy.scale_to_zero is not None):
         return stages
     why = next((reason for stage in stages if (reason := why_stage_keeps_replica(stage, policy))), "")
@@ -133,7 +133,7 @@ def _not_below_one(
     return [msgspec.structs.replace(stage, answer=stage.answer.floored_at("KeepOne", _ONE, why)) for stage in stages]
 
 
-def _targets(stages: Sequence[StageReplicaNeed], sharing: SharedReplicas) -> tuple[TargetDecision, ...]:
+def _targets(stages: Sequence[StageReplicaNeed], sharing: AllocatedReplicas) -> tuple[TargetDecision, ...]:
     found = []
     for stage in stages:
         steps, targets = stage.answer.steps, stage.situation.targets
@@ -146,7 +146,7 @@ def _targets(stages: Sequence[StageReplicaNeed], sharing: SharedReplicas) -> tup
     return tuple(found)
 
 
-def _stage_decision(stage: StageReplicaNeed, sharing: SharedReplicas) -> StageDecision:
+def _stage_decision(stage: StageReplicaNeed, sharing: AllocatedReplicas) -> StageDecision:
     name = _name(stage.situation)
     limit = sharing.limits.get(name)
     found = stage_decision(stage, sharing.steps, () if limit is None else (limit,))
@@ -172,7 +172,7 @@ def _as_it_is(target: TargetSituation) -> TargetDecision:
     return _target(target, target.current, "the policy is paused")
 
 
-class SharedReplicas(msgspec.Struct, frozen=True):
+class AllocatedReplicas(msgspec.Struct, frozen=True):
     """``replicas`` and ``reasons``: by target. ``steps``: changes by ratios. ``limits``: limits that keep a stage below
     its need, by stage. ``lacks``: replicas missing for want of accelerators, by target. ``unproven``: stages for which
     a slightly cheaper set of targets may exist. ``shared``: for the next call.
@@ -193,7 +193,7 @@ def share_capacity(
     binding: AutoscalingPolicyBindingSpec,
     free: Mapping[str, int] | None,
     before: CachedAllocation | None,
-) -> SharedReplicas:
+) -> AllocatedReplicas:
     """``free``: free accelerators of nodes, by pool. ``before``: ``shared`` of the last result."""
     now_s = stages[0].situation.now_s
     fixed = {
@@ -211,7 +211,7 @@ def share_capacity(
             held = sum((one.current or 0) * one.capacity for one in stage.situation.targets if one.name in fixed)
             variants[name] = tuple(_variant(one, stage, policy) for one in targets)
             needs[name] = _need(max(0.0, stage.answer.replicas - held), stage)
-            if stage.answer.replicas <= stage.situation.current + _EPSILON:
+            if stage.answer.replicas <= stage.situation.current_replicas + _EPSILON:
                 # rounding up must not exceed the current replicas, or each decision would add one
                 there = [(one.current or 0) * each.capacity for one, each in zip(targets, variants[name], strict=True)]
                 needs[name] = min(needs[name], sum(there))
@@ -256,7 +256,7 @@ def _with_ratios(
     fixed: Mapping[str, str],
     shared: CachedAllocation | None,
     binding: AutoscalingPolicyBindingSpec,
-) -> SharedReplicas:
+) -> AllocatedReplicas:
     found = {} if shared is None else shared.found
     replicas = {name: count for allocation in found.values() for name, count in allocation.replicas.items()}
     reasons = {
@@ -269,7 +269,7 @@ def _with_ratios(
     most = {one.name: there[one.name] if one.name in fixed else one.spec.max_replicas for one in targets}
     repaired, steps = enforce_ratios(there, binding.ratios, most)
     by_name = {one.name: one for one in targets}
-    return SharedReplicas(
+    return AllocatedReplicas(
         replicas={name: by_name[name].current if name in fixed else count for name, count in repaired.items()},
         reasons={**reasons, **fixed},
         steps=tuple(steps),
@@ -322,7 +322,7 @@ def _variant(target: TargetSituation, stage: StageReplicaNeed, policy: Autoscali
     """
     variant = variant_from_target(target)
     least = variant.least
-    is_held = bool(stage.doubt) and stage.answer.replicas >= stage.situation.current
+    is_held = bool(stage.doubt) and stage.answer.replicas >= stage.situation.current_replicas
     if is_held or policy.mode == "ScaleUpOnly":
         least = max(least, min(target.current or 0, variant.most))
     return msgspec.structs.replace(variant, least=least, capacity=round(variant.capacity, _CAPACITY_DIGITS) or 0.01)

@@ -107,8 +107,8 @@ def decide_stage(
         recommendations.append(recommendation)
         if strategy_memory is not None:
             kept[strategy.name] = strategy_memory
-    first = combine_recommendations(recommendations, situation.current)
-    answer = first if first is not None else StageReplicas(situation.current)
+    first = combine_recommendations(recommendations, situation.current_replicas)
+    answer = first if first is not None else StageReplicas(situation.current_replicas)
     answer = limit_scale_in(answer, situation)
     answer = limit_by_data_age(answer, situation, policy)
     memory = _remembered(memory, first, situation, policy)
@@ -228,7 +228,7 @@ def _behaved(
         effective_behavior(policy, turns),
         memory.past,
         recommended=recommended,
-        current=situation.current,
+        current=situation.current_replicas,
         now_s=situation.now_s,
         whole=_is_whole(situation),
     )
@@ -252,7 +252,7 @@ def _after_restart(
 ) -> StageReplicas:
     """Nothing is scaled in right after a start."""
     why = _just_begun(memory, situation, policy)
-    return answer.floored_at("Restarted", situation.current, why) if why else answer
+    return answer.floored_at("Restarted", situation.current_replicas, why) if why else answer
 
 
 def _bounded(answer: StageReplicas, situation: Situation, bounds: ReplicaBounds) -> StageReplicas:
@@ -321,7 +321,7 @@ def prepare_stage(
 
 def _noticed(memory: StageMemory, situation: Situation) -> StageMemory:
     """With the change of replicas since the last decision, by any writer."""
-    now_s, current = situation.now_s, situation.current
+    now_s, current = situation.now_s, situation.current_replicas
     turned = tuple(at_s for at_s in memory.turned_at_s if now_s - at_s < TURNS_COUNT_S)
     if memory.current is None or memory.current == current:
         return msgspec.structs.replace(memory, current=current, turned_at_s=turned)

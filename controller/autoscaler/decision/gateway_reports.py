@@ -20,7 +20,7 @@ from extproc.api.status_pages import EngineDemand, ServerDemand
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from extproc.api.status_pages import Demand
+    from extproc.api.status_pages import ProcessDemand
 
 # No process counts as much, nor does an engine have as many; and no server has as many engines or models.
 MOST: Final = 1e15
@@ -158,10 +158,10 @@ def sanitize_gauges(report: ServerDemand) -> ServerDemand:
         counted=report.counted,
         ttft=report.ttft,
         tpot=report.tpot,
-        queued=int(clamp(report.queued)),
-        queued_tokens=clamp(report.queued_tokens),
-        oldest_wait_s=clamp(report.oldest_wait_s),
-        at_zero=int(clamp(report.at_zero)),
+        queued=int(clamp_gauge(report.queued)),
+        queued_tokens=clamp_gauge(report.queued_tokens),
+        oldest_wait_s=clamp_gauge(report.oldest_wait_s),
+        at_zero=int(clamp_gauge(report.at_zero)),
         engines={
             address: _engine(one)
             for address, one in _first(report.engines, MOST_ENGINES).items()
@@ -170,7 +170,7 @@ def sanitize_gauges(report: ServerDemand) -> ServerDemand:
     )
 
 
-def clamp(value: float) -> float:
+def clamp_gauge(value: float) -> float:
     """A count or an amount: from 0 to ``MOST``; 0 for what is no number."""
     if 0 <= value <= MOST:
         return value
@@ -182,13 +182,13 @@ def _engine(report: EngineDemand) -> EngineDemand:
         return report
     return EngineDemand(
         role=report.role if report.role in _ROLES else "",
-        in_flight=int(clamp(report.in_flight)),
-        in_flight_tokens=clamp(report.in_flight_tokens),
+        in_flight=int(clamp_gauge(report.in_flight)),
+        in_flight_tokens=clamp_gauge(report.in_flight_tokens),
         waiting=_known(report.waiting),
         running=_known(report.running),
-        kv_usage=None if report.kv_usage is None else min(1.0, clamp(report.kv_usage)),
+        kv_usage=None if report.kv_usage is None else min(1.0, clamp_gauge(report.kv_usage)),
         report_age_s=_known(report.report_age_s),
-        kv_capacity_tokens=clamp(report.kv_capacity_tokens),
+        kv_capacity_tokens=clamp_gauge(report.kv_capacity_tokens),
         prefill_tokens_per_s=_speed(report.prefill_tokens_per_s),
         step_s=_known(report.step_s),
         step_s_per_token=_known(report.step_s_per_token),
@@ -212,7 +212,7 @@ def _is_good(report: EngineDemand) -> bool:
 
 
 def _known(value: float | None) -> float | None:
-    return None if value is None else clamp(value)
+    return None if value is None else clamp_gauge(value)
 
 
 def _speed(value: float | None) -> float | None:
@@ -234,7 +234,7 @@ def _counters(report: ServerDemand) -> list[float]:
         )
         # what is no number makes the sum none; whole numbers may be too large for one
         if not (min(values) >= 0 and max(values) <= MOST and sum(values) >= 0):
-            values = tuple(map(clamp, values))
+            values = tuple(map(clamp_gauge, values))
         found = list(map(add, found, values))
     return found
 
@@ -302,7 +302,9 @@ class ReportingGateway(msgspec.Struct):
     slots: dict[str, float] = {}
     gap_at_s: float = -math.inf
 
-    def ingest(self, report: Demand, now: float, *, follows_since_s: float) -> tuple[ReportingProcess, float] | None:
+    def ingest(
+        self, report: ProcessDemand, now: float, *, follows_since_s: float
+    ) -> tuple[ReportingProcess, float] | None:
         """The reporting process, and the time of its report before (or its start); None if the report is not newer.
 
         ``follows_since_s``: start of the subscription; the reports of a process that started later are complete.
@@ -349,9 +351,9 @@ class ReportingGateway(msgspec.Struct):
             return now
         return max([self.gap_at_s, *(one.whole_since_s for one in self.live_processes(now))])
 
-    def _meet(self, report: Demand, now: float, follows_since_s: float) -> tuple[ReportingProcess, float]:
+    def _meet(self, report: ProcessDemand, now: float, follows_since_s: float) -> tuple[ReportingProcess, float]:
         """Add a process at its first report."""
-        born_at_s = now - clamp(report.age_s)
+        born_at_s = now - clamp_gauge(report.age_s)
         begins = born_at_s >= follows_since_s and now - born_at_s <= SILENT_AFTER_S
         if any(
             one.slot == report.slot and born_at_s - one.last_report_s > SILENT_AFTER_S

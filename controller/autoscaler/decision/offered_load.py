@@ -90,7 +90,7 @@ class TrafficBins(msgspec.Struct, frozen=True):
         known: dict[int, TrafficTotals] = {}
         return TrafficBins(bin_s, [_sums_at(traffic, times, end, bin_s, known) for end in ends], is_still)
 
-    def differences(self, value: Callable[[TrafficTotals], float]) -> list[float]:
+    def counts_per_bin(self, value: Callable[[TrafficTotals], float]) -> list[float]:
         """What was counted in each bin."""
         values = [value(edge) for edge in self.edges]
         return [new - old for old, new in itertools.pairwise(values)]
@@ -184,7 +184,7 @@ def estimate_offered_load(traffic: Traffic, *, window_s: float, now_s: float) ->
             dispersion=1.0,
             per_request=None,
         )
-    counts = bins.differences(_admitted)
+    counts = bins.counts_per_bin(_admitted)
     dispersion = _dispersion(counts)
     used = _settled_bins(counts, dispersion)
     mean, window_s = max(0.0, sum(counts[-used:])) / (used * bins.bin_s), used * bins.bin_s
@@ -318,14 +318,14 @@ def _admitted(sums: TrafficTotals) -> float:
 
 def _per_request(bins: TrafficBins, arrivals: Sequence[float]) -> MeanRequestWork | None:
     """Over the longest window that agrees with the shorter ones; prefill is known at arrival, the rest at the end."""
-    finished = bins.differences(lambda sums: sums.finished)
+    finished = bins.counts_per_bin(lambda sums: sums.finished)
     if sum(finished) <= 0:
         return None
     return MeanRequestWork(
-        prefill_work=_mean(bins.differences(lambda sums: sums.prefill_work), arrivals),
+        prefill_work=_mean(bins.counts_per_bin(lambda sums: sums.prefill_work), arrivals),
         # counted at the end, once engines have reported how many there were
-        prompt_tokens=_mean(bins.differences(lambda sums: sums.prompt_tokens), finished, _FEWEST_BINS_OF_ENDS),
-        output_tokens=_mean(bins.differences(lambda sums: sums.output_tokens), finished, _FEWEST_BINS_OF_ENDS),
+        prompt_tokens=_mean(bins.counts_per_bin(lambda sums: sums.prompt_tokens), finished, _FEWEST_BINS_OF_ENDS),
+        output_tokens=_mean(bins.counts_per_bin(lambda sums: sums.output_tokens), finished, _FEWEST_BINS_OF_ENDS),
     )
 
 

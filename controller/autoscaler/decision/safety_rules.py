@@ -10,7 +10,7 @@ import msgspec
 
 from controller.api.autoscaling_policy import STRATEGIES
 from controller.autoscaler.decision.decision import StageReplicas
-from controller.autoscaler.decision.situation import EngineState, Freshness, Metric, Situation
+from controller.autoscaler.decision.situation import EngineState, Freshness, MetricReading, Situation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ def _is_bound(strategy: str) -> bool:
 
 def limit_scale_in(answer: StageReplicas, situation: Situation) -> StageReplicas:
     """Refuse to scale in while something waits, while latency is near the objective, or if caches would be too full."""
-    current = situation.current
+    current = situation.current_replicas
     if answer.replicas >= current:
         return answer
     waiting = situation.waiting
@@ -68,7 +68,9 @@ def limit_scale_in(answer: StageReplicas, situation: Situation) -> StageReplicas
     if late:
         return answer.floored_at("Latency", current, late)
     usage = [
-        one.report.kv_usage for one in situation.ready if one.report is not None and one.report.kv_usage is not None
+        one.report.kv_usage
+        for one in situation.ready_engines
+        if one.report is not None and one.report.kv_usage is not None
     ]
     needed = sum(usage) / _MOST_CACHE
     if usage and needed > answer.replicas:
@@ -97,10 +99,10 @@ def needs_gateways(policy: AutoscalingPolicySpec) -> bool:
 
 def drop_stale_metrics(situation: Situation, staleness: Staleness) -> Situation:
     """Metrics whose samples are older than ``hard`` have a problem instead of a value."""
-    metrics: Mapping[str, Metric] = {
+    metrics: Mapping[str, MetricReading] = {
         name: metric
         if situation.now_s - metric.at_s <= staleness.hard
-        else Metric(metric.at_s, problem=f"its sample is {situation.now_s - metric.at_s:.0f} s old")
+        else MetricReading(metric.at_s, problem=f"its sample is {situation.now_s - metric.at_s:.0f} s old")
         for name, metric in situation.metrics.items()
     }
     return msgspec.structs.replace(situation, metrics=metrics) if metrics else situation
@@ -145,9 +147,9 @@ def limit_by_data_age(answer: StageReplicas, situation: Situation, policy: Autos
         # what waits is there, whatever else is unknown
         ready = situation.engine_units(EngineState.READY)
         for_waiting = ready + situation.waiting.requests / REQUESTS_A_REPLICA
-        return answer.adjusted_to("Stale", max(situation.current, min(answer.replicas, for_waiting)), stale)
+        return answer.adjusted_to("Stale", max(situation.current_replicas, min(answer.replicas, for_waiting)), stale)
     why = why_no_scale_in(situation, policy)
-    return answer.floored_at("Stale", situation.current, why) if why else answer
+    return answer.floored_at("Stale", situation.current_replicas, why) if why else answer
 
 
 def record_activity(memory: StageMemory, situation: Situation) -> StageMemory:
@@ -216,7 +218,7 @@ def scale_to_zero(
 def scale_from_zero(answer: StageReplicas, policy: AutoscalingPolicySpec, situation: Situation) -> StageReplicas:
     """Replicas that admit all requests held at zero, where none runs or starts."""
     waiting = situation.waiting
-    if not (waiting.at_zero or waiting.requests) or situation.current > 0:
+    if not (waiting.at_zero or waiting.requests) or situation.current_replicas > 0:
         return answer
     activation = policy.scale_to_zero.activation_replicas if policy.scale_to_zero is not None else 1
     replicas = max(activation, math.ceil(max(waiting.at_zero, waiting.requests) / REQUESTS_A_REPLICA))

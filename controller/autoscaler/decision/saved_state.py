@@ -65,7 +65,7 @@ class CachedAllocation(msgspec.Struct, frozen=True):
     found: Mapping[str, Allocation]
 
 
-class Memory(msgspec.Struct, frozen=True):
+class BindingMemory(msgspec.Struct, frozen=True):
     """``stages``: by name. ``schedules`` and ``bounds``: the bounds of these schedules until their own end. ``shared``:
     the last allocation over targets, with its inputs.
     """
@@ -84,7 +84,7 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     strategies: Mapping[str, msgspec.Raw] = {}
 
 
-def encode_memory(memory: Memory) -> bytes:
+def encode_memory(memory: BindingMemory) -> bytes:
     """JSON of the values that are slow to learn: speeds, start times, seasons and the load of the last hour. The others
     cover minutes and are measured again after a restart.
     """
@@ -107,7 +107,7 @@ def _kept(name: str) -> LearnedState | None:
     return None if type_ is None else type_.kept
 
 
-def decode_memory(text: bytes, now_s: float) -> Memory:
+def decode_memory(text: bytes, now_s: float) -> BindingMemory:
     """The memory after a restart, from the text of ``encode_memory``. Raises ValueError.
 
     Any user who may write a binding may write this text, too: implausible values are left out.
@@ -116,7 +116,7 @@ def decode_memory(text: bytes, now_s: float) -> Memory:
         stored = msgspec.json.decode(text, type=dict[str, _Stored])
     except RecursionError as error:
         raise ValueError(str(error)) from None
-    return Memory(
+    return BindingMemory(
         {
             name: StageMemory(
                 began_at_s=now_s,

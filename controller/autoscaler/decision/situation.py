@@ -136,7 +136,7 @@ class Freshness(msgspec.Struct, frozen=True):
     cut_off_s: float | None = None
 
 
-class Metric(msgspec.Struct, frozen=True):
+class MetricReading(msgspec.Struct, frozen=True):
     """A metric of the policy. ``at_s``: of the sample. ``by_engine``: values by the engine's name; ``total``: one value
     for all replicas; exactly one of them is set. ``problem``: why neither is. ``is_lower_bound``: part of the value is
     unknown, so the metric may recommend more replicas but not fewer.
@@ -171,7 +171,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     traffic: Traffic = Traffic()
     waiting: Backlog = Backlog()
     freshness: Freshness = Freshness()
-    metrics: Mapping[str, Metric] = {}
+    metrics: Mapping[str, MetricReading] = {}
     objective: LatencyObjective | None = None
 
     @cached_property
@@ -180,17 +180,17 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple([engine for target in self.targets for engine in target.engines])
 
     @cached_property
-    def ready(self) -> tuple[Engine, ...]:
+    def ready_engines(self) -> tuple[Engine, ...]:
         """Engines that serve."""
         return tuple([one for one in self.engines if one.state is EngineState.READY])
 
     @cached_property
-    def starting(self) -> tuple[Engine, ...]:
+    def starting_engines(self) -> tuple[Engine, ...]:
         """Engines that will serve."""
         return tuple([one for one in self.engines if one.state is EngineState.STARTING])
 
     @cached_property
-    def current(self) -> float:
+    def current_replicas(self) -> float:
         """Replicas of the objects' specs, in replicas of the first target."""
         return sum([(one.current or 0) * one.capacity for one in self.targets])
 

@@ -98,7 +98,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
     def latencies_s(self, percent: float, window_s: float, until_s: float) -> tuple[float | None, float | None]:
         """``ttft_s`` and ``tpot_s`` at once, which takes half as long."""
-        new, old = self.at(until_s), self.at(until_s - window_s)
+        new, old = self.totals_at(until_s), self.totals_at(until_s - window_s)
         if new is None:
             return None, None
         ttft = _since(new.ttft, old.ttft if old is not None else ())
@@ -114,7 +114,7 @@ class Traffic(msgspec.Struct, frozen=True):
         """The sums of one point; histograms may be left out."""
         return self.points.counters(at) if isinstance(self.points, TrafficPoints) else self.points[at].totals
 
-    def at(self, at_s: float) -> TrafficTotals | None:
+    def totals_at(self, at_s: float) -> TrafficTotals | None:
         """The sums at an instant: those of the last point that is not later; None before the first."""
         index = self._known(at_s)
         return self.points[index - 1].totals if index else None
@@ -155,7 +155,7 @@ class Traffic(msgspec.Struct, frozen=True):
         return bisect_right(self.points, at_s, key=lambda one: one.at_s)
 
     def _histogram(self, name: str, window_s: float, until_s: float) -> tuple[int, ...]:
-        new, old = self.at(until_s), self.at(until_s - window_s)
+        new, old = self.totals_at(until_s), self.totals_at(until_s - window_s)
         if new is None:
             return ()
         return _since(getattr(new, name), getattr(old, name) if old is not None else ())
@@ -253,16 +253,16 @@ class TrafficHistory:
         times.append(now)
         counters.extend(sums.counters)
         histograms.append(sums.packed_histograms())
-        return PackedPoints(times, (PackedRows(counters, histograms),))
+        return PackedPoints(times, (PackedServerHistory(counters, histograms),))
 
 
-class PackedRows(NamedTuple):
+class PackedServerHistory(NamedTuple):
     """Of one server, by time. ``counters``: seven of each point, one point after the other."""
 
     counters: array[float]
     histograms: Sequence[bytes]
 
-    def has(self, from_end: int) -> bool:
+    def has_point(self, from_end: int) -> bool:
         """``from_end``: -1 is the last one."""
         return len(self.histograms) >= -from_end
 
@@ -271,7 +271,7 @@ class PackedRows(NamedTuple):
         begin = len(self.counters) + from_end * _COUNTERS
         return self.counters[begin : begin + _COUNTERS]
 
-    def at(self, from_end: int) -> TrafficSums:
+    def sums_at(self, from_end: int) -> TrafficSums:
         """One point."""
         return _unpacked(list(self.counters_at(from_end)), self.histograms[from_end])
 
@@ -279,7 +279,7 @@ class PackedRows(NamedTuple):
 class PackedPoints(TrafficPoints):
     """Of one server, or the sums of several; shorter histories count from their first point on."""
 
-    def __init__(self, times: Sequence[float], series: tuple[PackedRows, ...]) -> None:
+    def __init__(self, times: Sequence[float], series: tuple[PackedServerHistory, ...]) -> None:
         """``times``: of the longest of ``series``; the others are as long or shorter, and end with it."""
         self._times = times
         self._series = series
@@ -297,7 +297,7 @@ class PackedPoints(TrafficPoints):
             begin = at * _COUNTERS if at >= 0 else len(counters) + at * _COUNTERS
             return _counted(counters[begin : begin + _COUNTERS])
         from_end = at % len(self._times) - len(self._times)
-        found = [series.counters_at(from_end) for series in self._series if series.has(from_end)]
+        found = [series.counters_at(from_end) for series in self._series if series.has_point(from_end)]
         return _counted([sum(each) for each in zip(*found, strict=True)])
 
     def __len__(self) -> int:
@@ -314,7 +314,7 @@ class PackedPoints(TrafficPoints):
         if not -length <= at < length:
             raise IndexError(at)
         from_end = at % length - length
-        found = [series.at(from_end) for series in self._series if series.has(from_end)]
+        found = [series.sums_at(from_end) for series in self._series if series.has_point(from_end)]
         sums = found[0]
         for one in found[1:]:
             sums.add(one)

@@ -69,7 +69,7 @@ def external_metric_values(metric: str, found: Iterable[ExportedTarget], at: str
             "metricName": metric,
             "metricLabels": dict(one.labels),
             "timestamp": at,
-            "value": quantity(one.value(metric)),
+            "value": format_quantity(one.value(metric)),
         }
         for one in found
     ]
@@ -82,7 +82,7 @@ def api_status_failure(code: int, reason: str, message: str) -> dict[str, Any]:
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, **failure}
 
 
-def quantity(value: float) -> str:
+def format_quantity(value: float) -> str:
     """As Kubernetes writes it, to the thousandth."""
     milli = int((Decimal(str(value)) * 1000).to_integral_value())
     return str(milli // 1000) if milli % 1000 == 0 else f"{milli}m"
@@ -93,7 +93,7 @@ def _group() -> dict[str, Any]:
     return {"name": GROUP, "versions": [version], "preferredVersion": version}
 
 
-class FrontProxy(msgspec.Struct, frozen=True):
+class FrontProxySettings(msgspec.Struct, frozen=True):
     """``authority``: PEM; empty: the cluster has no such proxy. ``names``: common names that certificates may have;
     none: any. The headers: in small letters.
     """
@@ -122,7 +122,7 @@ class FrontProxy(msgspec.Struct, frozen=True):
         return User(name, groups, extra=tuple((one, tuple(several)) for one, several in sorted(extra.items())))
 
 
-def parse_front_proxy(config_map: Mapping[str, Any]) -> FrontProxy:
+def parse_front_proxy(config_map: Mapping[str, Any]) -> FrontProxySettings:
     """Raises ValueError."""
     data = config_map.get("data") or {}
 
@@ -132,7 +132,7 @@ def parse_front_proxy(config_map: Mapping[str, Any]) -> FrontProxy:
     def lowered(key: str) -> tuple[str, ...]:
         return tuple(one.lower() for one in names(key))
 
-    return FrontProxy(
+    return FrontProxySettings(
         authority=data.get("requestheader-client-ca-file", ""),
         names=names("requestheader-allowed-names"),
         user_headers=lowered("requestheader-username-headers"),
@@ -169,7 +169,7 @@ class ExternalMetricsServer:
         self._poll_s = poll_s
         self._pair: KeyPair | None = None
         self._tls = ServerTls()
-        self._proxy: FrontProxy | None = None
+        self._proxy: FrontProxySettings | None = None
         self._has_pair = asyncio.Event()
         self.ready = asyncio.Event()
 
@@ -208,18 +208,18 @@ class ExternalMetricsServer:
         finally:
             await runner.cleanup()
 
-    async def _read(self) -> FrontProxy | None:
+    async def _read(self) -> FrontProxySettings | None:
         """None if it cannot be read now."""
         namespace, name = CONFIG_MAP
         try:
             return parse_front_proxy(await self._client.get(CONFIG_MAPS, name, namespace))
         except NotFound:
-            return FrontProxy()
+            return FrontProxySettings()
         except (ClusterError, ValueError) as error:
             log.warning("the API server's authority cannot be read from ConfigMap %s/%s: %s", namespace, name, error)
             return None
 
-    def _made(self, proxy: FrontProxy) -> ServerTls:
+    def _made(self, proxy: FrontProxySettings) -> ServerTls:
         tls = ServerTls()
         if proxy.authority:
             # a caller without a certificate needs a token

@@ -29,7 +29,7 @@ from controller.autoscaler.export.keda_messages import (
     MetricValue,
     ScaledObjectRef,
 )
-from extproc.reload import Reloadable
+from extproc.file_reloading import Reloadable
 
 log = logging.getLogger(__name__)
 METRIC: Final = "attache-desired-replicas"
@@ -94,7 +94,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 def _configuration(contents: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
     """Raises ValueError, as gRPC itself breaks connections without an error where files are unusable."""
     # the library takes a while to import: only with TLS
-    from controller.api.certificates import check_authorities, check_key_pair  # noqa: PLC0415
+    from controller.api.certificate_checks import check_authorities, check_key_pair  # noqa: PLC0415
 
     certificate, key, clients = contents
     check_key_pair(certificate, key)

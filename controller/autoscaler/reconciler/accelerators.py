@@ -14,7 +14,7 @@ from controller.autoscaler.decision.allocation.accelerator_capacity import (
     AcceleratorClaim,
     AcceleratorShare,
     Kinds,
-    Nodes,
+    NodeAccelerators,
     capacity_after_claims,
     headroom_in_replicas,
 )
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.bindings import BindingView
     from controller.autoscaler.reconciler.resolver import ResolvedTarget
     from controller.autoscaler.reconciler.result import TargetAction
-    from controller.kube.cache import SharedInformers
     from controller.kube.informer import Informer
     from controller.kube.pods import PodView
+    from controller.kube.shared_informers import SharedInformers
 
 # Interval at which all pods of a cluster are summed at most.
 _EACH_S: Final = 2.0
@@ -53,7 +53,7 @@ class AcceleratorHeadroom(msgspec.Struct, frozen=True):
     without_nodes: Mapping[str, str] = {}
 
 
-class AcceleratorOrder(NamedTuple):
+class AcceleratorReservation(NamedTuple):
     """The last decision of a binding, whose accelerators are reserved for it. ``replicas`` and ``lacks``: by target.
     ``grown_at_s``: when it last requested more.
     """
@@ -68,7 +68,7 @@ class AcceleratorOrder(NamedTuple):
 class AcceleratorTracker:
     """``run`` follows nodes and all pods while a binding needs their capacity. ``ordered``: of all bindings."""
 
-    def __init__(self, shared: SharedInformers, ordered: Callable[[], Iterable[AcceleratorOrder]]) -> None:
+    def __init__(self, shared: SharedInformers, ordered: Callable[[], Iterable[AcceleratorReservation]]) -> None:
         self._shared = shared
         self._ordered = ordered
         self._users: set[str] = set()
@@ -76,11 +76,11 @@ class AcceleratorTracker:
         self._informers: tuple[Informer, Informer] | None = None
         self._is_old = True
         self._read_at_s = float("-inf")
-        self._nodes = Nodes()
+        self._nodes = NodeAccelerators()
         self._placed: frozenset[str] = frozenset()
 
     def compute_headroom(
-        self, view: BindingView, resolved: Sequence[ResolvedTarget], before: AcceleratorOrder | None
+        self, view: BindingView, resolved: Sequence[ResolvedTarget], before: AcceleratorReservation | None
     ) -> AcceleratorHeadroom:
         """Empty where that is unknown, and where no target of a stage fits on any node: then replicas are unlimited, as
         a cluster autoscaler may add nodes for pending pods. ``before``: what the binding ordered last.
@@ -95,7 +95,9 @@ class AcceleratorTracker:
         if not self._is_known():
             return AcceleratorHeadroom()
         # its decision begins with the replicas in the spec, whatever it decided before
-        mine = self._claim(AcceleratorOrder(view, resolved, {}, {}, -math.inf if before is None else before.grown_at_s))
+        mine = self._claim(
+            AcceleratorReservation(view, resolved, {}, {}, -math.inf if before is None else before.grown_at_s)
+        )
         others = [self._claim(one) for one in self._ordered() if one.view.key != view.key]
         shares = {one.spec.name: share for one in resolved if (share := self._share(one)) is not None}
         names = [
@@ -113,19 +115,21 @@ class AcceleratorTracker:
         resolved: Sequence[ResolvedTarget],
         steps: Sequence[TargetAction],
         lacks: Mapping[str, int],
-        before: AcceleratorOrder | None,
-    ) -> AcceleratorOrder | None:
+        before: AcceleratorReservation | None,
+    ) -> AcceleratorReservation | None:
         """What a decision takes; None: nothing that others would have to leave. ``lacks``: how many more replicas the
         binding would take, by target.
         """
         owned = [one for one in resolved if one.may_write and self._share(one) is not None]
         if not owned:
             return None
-        replicas = {one.target.spec.name: one.replicas for one in steps if one.is_ordered and one.replicas is not None}
+        replicas = {
+            one.target.spec.name: one.replicas for one in steps if one.will_be_applied and one.replicas is not None
+        }
         known = {} if before is None else before.replicas
         is_more = any(count > known.get(name, 0) for name, count in replicas.items())
         grown_at_s = _now_s() if before is None or is_more else before.grown_at_s
-        return AcceleratorOrder(view, owned, replicas, lacks, grown_at_s)
+        return AcceleratorReservation(view, owned, replicas, lacks, grown_at_s)
 
     def release(self, key: str) -> None:
         """The binding is gone, or needs no capacity."""
@@ -172,11 +176,11 @@ class AcceleratorTracker:
         if self._is_old and now_s >= self._read_at_s + _EACH_S:
             self._read_at_s, self._is_old = now_s, False
             views: list[PodView] = [one["view"] for one in pods.objects.values()]
-            self._nodes = Nodes(node_capacities(nodes.objects.values(), views))
+            self._nodes = NodeAccelerators(node_capacities(nodes.objects.values(), views))
             self._placed = frozenset(one.key for one in views if one.node and not one.is_ended)
         return True
 
-    def _claim(self, ordered: AcceleratorOrder) -> AcceleratorClaim:
+    def _claim(self, ordered: AcceleratorReservation) -> AcceleratorClaim:
         view = ordered.view
         priority = 0 if view.binding is None else view.binding.spec.priority
         is_new = _now_s() - ordered.grown_at_s < _PROMISED_S
@@ -211,13 +215,13 @@ class AcceleratorTracker:
 
 
 def _capacity(
-    names: Sequence[str], shares: Mapping[str, AcceleratorShare], nodes: Nodes, left: Callable[[Kinds], int]
+    names: Sequence[str], shares: Mapping[str, AcceleratorShare], nodes: NodeAccelerators, left: Callable[[Kinds], int]
 ) -> AcceleratorHeadroom:
     """``names``: of the targets that are limited. ``shares``: of all, by target. ``left``: of some kinds together."""
     open_ = {share.kind for name, share in shares.items() if name not in names}
     counts: dict[str, int] = {}
     of_kind: dict[str, set[str]] = {}
-    for kinds in nodes.pools(tuple(sorted({share.kind for share in shares.values()}))):
+    for kinds in nodes.pools_of_kinds(tuple(sorted({share.kind for share in shares.values()}))):
         limited = [one for one in kinds if one not in open_]
         if limited:
             pool, count = " or ".join(limited), left(kinds)
@@ -228,11 +232,11 @@ def _capacity(
         {name: headroom_in_replicas(shares[name], left((shares[name].kind,)), nodes) for name in names},
         counts,
         {name: tuple(sorted(of_kind.get(share.kind, ()))) for name, share in shares.items()},
-        {name: _homeless(shares[name].kind, nodes) for name in names if not nodes.has(shares[name].kind)},
+        {name: _homeless(shares[name].kind, nodes) for name in names if not nodes.has_kind(shares[name].kind)},
     )
 
 
-def _homeless(kind: str, nodes: Nodes) -> str:
+def _homeless(kind: str, nodes: NodeAccelerators) -> str:
     return f"no node has accelerators of the kind {kind}; nodes have {', '.join(nodes.kinds()[:_MOST_KINDS])}"
 
 
@@ -249,8 +253,11 @@ def is_limited(target: ResolvedTarget, resolved: Sequence[ResolvedTarget], view:
 
 
 def _is_possible(
-    one: ResolvedTarget, resolved: Sequence[ResolvedTarget], shares: Mapping[str, AcceleratorShare], nodes: Nodes
+    one: ResolvedTarget,
+    resolved: Sequence[ResolvedTarget],
+    shares: Mapping[str, AcceleratorShare],
+    nodes: NodeAccelerators,
 ) -> bool:
     """Whether some target of the stage would find a node, or may."""
     same = [each.spec.name for each in resolved if each.spec.stage == one.spec.stage]
-    return any(name not in shares or nodes.fits(shares[name]) > 0 for name in same)
+    return any(name not in shares or nodes.replicas_on_empty_nodes(shares[name]) > 0 for name in same)

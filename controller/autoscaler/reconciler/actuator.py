@@ -16,7 +16,7 @@ import msgspec
 from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S, drain_recheck_at
 from controller.audit import caused_by
 from controller.autoscaler.reconciler.resolver import server_keys
-from controller.autoscaler.reconciler.result import Result, ScaleEvent
+from controller.autoscaler.reconciler.result import ReconciliationResult, ScaleEvent
 from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
 from controller.kube.plan import Annotate
@@ -148,7 +148,7 @@ def _is_idle(pod: PodView, reports: Mapping[str, EngineReport]) -> bool:
     )
 
 
-class DecideAgain(Exception):
+class DecisionOutdated(Exception):
     """A target is not what was decided about any more."""
 
 
@@ -158,7 +158,7 @@ class ActuationResult(msgspec.Struct, frozen=True, kw_only=True):
     not be written; the reconciliation has failed then.
     """
 
-    result: Result
+    result: ReconciliationResult
     scaled: tuple[ScaleEvent, ...] = ()
     again_s: float = float("inf")
     is_stale: bool = False
@@ -182,7 +182,7 @@ class Actuator:
         self._informers = informers
         self._counted = counted
 
-    async def actuate(self, view: BindingView, result: Result) -> ActuationResult:
+    async def actuate(self, view: BindingView, result: ReconciliationResult) -> ActuationResult:
         """All steps of a decision."""
         again_s, is_stale, errors = float("inf"), False, list[ClusterError]()
         waits_for, refused = dict[str, Sequence[str]](), dict[str, str]()
@@ -195,7 +195,7 @@ class Actuator:
             try:
                 if await self._claimed(view, step):
                     again_s = min(again_s, SOON_S)
-                if not step.writes or step.is_as_decided:
+                if not step.is_written_by_us or step.is_as_decided:
                     continue
                 may_go, next_check_s, waits = await self._drained(step, reports, result)
                 again_s = min(again_s, next_check_s)
@@ -203,7 +203,7 @@ class Actuator:
                     waits_for[name] = waits
                 if may_go and (one := await self._scaled(step)) is not None:
                     scaled.append(one)
-            except DecideAgain:
+            except DecisionOutdated:
                 is_stale = True
             except ClusterError as error:
                 errors.append(error)
@@ -218,13 +218,13 @@ class Actuator:
     async def _claimed(self, view: BindingView, step: TargetAction) -> bool:
         """Claim the target for the binding where it has no claim yet; whether that was written."""
         found = step.target.found
-        if found is None or found.scaled_by == view.claim.text:
+        if found is None or found.scaled_by == view.claim.annotation_value:
             return False
         await self._claim(step.target.place, found, view.claim)
         return True
 
     async def _drained(
-        self, step: TargetAction, reports: Mapping[str, EngineReport], result: Result
+        self, step: TargetAction, reports: Mapping[str, EngineReport], result: ReconciliationResult
     ) -> tuple[bool, float, Sequence[str]]:
         """Whether the replicas may be written, seconds until the next reconcile, and the pods that still drain."""
         target = step.target
@@ -259,16 +259,16 @@ class Actuator:
         return ScaleEvent(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
 
     async def _claim(self, place: ScalableRef, found: Scalable, mine: TargetClaim) -> None:
-        """Write the claim ``mine`` to the target. Raises DecideAgain if it has changed since."""
+        """Write the claim ``mine`` to the target. Raises DecisionOutdated if it has changed since."""
         try:
-            claim = {SCALED_BY: mine.text, SCALED_TO: str(found.replicas)}
-            self._informers.wrote(place, found.resource, await self._annotate(found, claim, found.version))
+            claim = {SCALED_BY: mine.annotation_value, SCALED_TO: str(found.replicas)}
+            self._informers.on_write_answered(place, found.resource, await self._annotate(found, claim, found.version))
         finally:
             self._informers.other_kinds.read_soon(place)
 
     async def _scale(self, place: ScalableRef, found: Scalable, replicas: int) -> None:
         """Write the replicas of a target, unless its replicas have changed since the decision; writes to other fields
-        do not matter. Raises DecideAgain otherwise.
+        do not matter. Raises DecisionOutdated otherwise.
 
         The intention is written first: a leader that ends between the two writes leaves a number that its successor
         recognises.
@@ -289,18 +289,18 @@ class Actuator:
                 scale = await self._client.merge_patch(found.resource, name, namespace, patch, subresource="scale")
                 break
             except NotFound as error:
-                raise DecideAgain(f"{found.key} is gone") from error
+                raise DecisionOutdated(f"{found.key} is gone") from error
             except Conflict:
                 scale = await self._scale_of(found)
                 if (scale["metadata"].get("uid"), scale["spec"].get("replicas", 0)) != (found.uid, found.replicas):
-                    raise DecideAgain(f"{found.key} has changed") from None
+                    raise DecisionOutdated(f"{found.key} has changed") from None
                 version = str(scale["metadata"]["resourceVersion"])
         else:
-            raise DecideAgain(f"{found.key} changes all the time")
+            raise DecisionOutdated(f"{found.key} changes all the time")
         self._counted(found.resource.kind, "scale")
         # by this a later change by another writer is detected
         written = await self._annotate(found, {SCALED_TO: str(replicas)})
-        self._informers.wrote(place, found.resource, written, scale)
+        self._informers.on_write_answered(place, found.resource, written, scale)
 
     async def _mark(self, marks: Sequence[Annotate]) -> None:
         """Pods that are gone, or others of the same name by now, need no marks."""
@@ -308,7 +308,7 @@ class Actuator:
             namespace, name = split_key(one.key)
             patch = {"metadata": {"uid": one.uid, "annotations": one.annotations}}
             try:
-                self._informers.pods.wrote(await self._client.merge_patch(PODS, name, namespace, patch))
+                self._informers.pods.on_write_answered(await self._client.merge_patch(PODS, name, namespace, patch))
             except (NotFound, Conflict):
                 continue
             self._counted(PODS.kind, "mark")
@@ -318,14 +318,14 @@ class Actuator:
         try:
             return await self._client.get(found.resource, name, namespace, subresource="scale")
         except NotFound as error:
-            raise DecideAgain(f"{found.key} is gone") from error
+            raise DecisionOutdated(f"{found.key} is gone") from error
 
     async def _annotate(self, found: Scalable, annotations: dict[str, str], version: str = "") -> Object:
-        """The object after that. Raises DecideAgain."""
+        """The object after that. Raises DecisionOutdated."""
         try:
             return await self._patch(found, annotations, version)
         except (NotFound, Conflict) as error:
-            raise DecideAgain(f"{found.key} has changed") from error
+            raise DecisionOutdated(f"{found.key} has changed") from error
 
     async def _patch(self, found: Scalable, annotations: dict[str, str], version: str) -> Object:
         namespace, name = split_key(found.key)
@@ -351,7 +351,7 @@ def _asked_s(error: ClusterError) -> float:
     return 0.0 if asked_s is None else asked_s
 
 
-def _reports(demand: DemandSource, result: Result) -> Mapping[str, EngineReport]:
+def _reports(demand: DemandSource, result: ReconciliationResult) -> Mapping[str, EngineReport]:
     """By IP address of a pod. Only where something may drain: what each engine does."""
     if not result.situations or all(one.target.kind is None or one.target.kind.drains_itself for one in result.steps):
         return {}

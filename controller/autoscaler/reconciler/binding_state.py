@@ -14,11 +14,11 @@ import msgspec
 
 from controller.autoscaler.decision.decision import Decision, StageDecision
 from controller.autoscaler.decision.traffic import Traffic
-from controller.autoscaler.reconciler.accelerators import AcceleratorOrder
+from controller.autoscaler.reconciler.accelerators import AcceleratorReservation
 from controller.autoscaler.reconciler.bindings import BindingView, ManualOverride, is_changed_by_others, manual_override
 from controller.autoscaler.reconciler.decision_records import DecisionLog
-from controller.autoscaler.reconciler.resolver import Resolution, ResolvedTarget
-from controller.autoscaler.reconciler.result import Result, ScaleEvent
+from controller.autoscaler.reconciler.resolver import ResolvedTarget, ResolvedTargets
+from controller.autoscaler.reconciler.result import ReconciliationResult, ScaleEvent
 from controller.kube.errors import Backoff, ClusterError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class AnnotationSchedule:
             self._wait_s = _MOST_FIRST_S
         return self._due_s is None or now_s >= self._due_s
 
-    def next_text(self, kept: bytes, stored: str, now_s: float) -> str:
+    def next_annotation(self, kept: bytes, stored: str, now_s: float) -> str:
         """What to write now; empty if nothing is new."""
         before, text = stored if self._written is None else self._written, encode_annotation(kept)
         if not text or text == before:
@@ -135,11 +135,11 @@ class BindingState(msgspec.Struct, kw_only=True):
     memory: Any = None
     first_decided_s: float | None = None
     changed_s: dict[str, float] = {}
-    resolution: Resolution | None = None
-    ordered: AcceleratorOrder | None = None
+    resolution: ResolvedTargets | None = None
+    ordered: AcceleratorReservation | None = None
     unreported: tuple[ScaleEvent, ...] = ()
     view: BindingView | None = None
-    result: Result | None = None
+    result: ReconciliationResult | None = None
     stages: tuple[StageDecision, ...] = ()
     desired: dict[str, int] = {}
     blocked: Mapping[str, str] = {}
@@ -168,7 +168,7 @@ class BindingState(msgspec.Struct, kw_only=True):
                 found[name] = hold
         return found
 
-    def store_result(self, view: BindingView, result: Result) -> None:
+    def store_result(self, view: BindingView, result: ReconciliationResult) -> None:
         """For the metrics."""
         # two hours of traffic must not be kept twice
         situations = [msgspec.structs.replace(one, traffic=_NO_TRAFFIC) for one in result.situations]
@@ -184,7 +184,7 @@ class BindingState(msgspec.Struct, kw_only=True):
             self.writes[one.name] = self.writes.get(one.name, 0) + 1
 
 
-def new_state(uid: str, rng: Random, *, conflict_s: tuple[float, float]) -> BindingState:
+def new_binding_state(uid: str, rng: Random, *, conflict_s: tuple[float, float]) -> BindingState:
     """``conflict_s``: the first and the longest wait after a target had changed meanwhile."""
     return BindingState(
         uid=uid,

@@ -46,7 +46,7 @@ class TargetClaim(NamedTuple):
     uid: str
 
     @property
-    def text(self) -> str:
+    def annotation_value(self) -> str:
         """As the target's annotation has it."""
         return f"{self.key}/{self.uid}"
 
@@ -84,7 +84,7 @@ def other_annotated_owner(found: Scalable, mine: TargetClaim, exists: Callable[[
     of its claim.
     """
     said = found.scaled_by
-    return said.rpartition("/")[0] if said and said != mine.text and exists(said) else ""
+    return said.rpartition("/")[0] if said and said != mine.annotation_value and exists(said) else ""
 
 
 def targets_of_other_autoscalers(autoscalers: Iterable[Object]) -> Mapping[ScalableRef, str]:
@@ -133,7 +133,7 @@ def _misuses(autoscaler: Object) -> bool:
 
 def is_changed_by_others(found: Scalable, mine: TargetClaim) -> bool:
     """Whether another writer has changed the replicas since we took the target over, or last wrote them."""
-    is_known = found.scaled_by == mine.text and bool(found.scaled_to)
+    is_known = found.scaled_by == mine.annotation_value and bool(found.scaled_to)
     return is_known and found.replicas not in found.scaled_to and not found.is_ours
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.saved_state import decode_memory, encode_memory
 from controller.autoscaler.reconciler.actuator import Actuator
-from controller.autoscaler.reconciler.demand import GatewayDemand
+from controller.autoscaler.reconciler.demand import GatewayDemandSource
 from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.metric_sources import MetricSources, SourceSettings
 from controller.autoscaler.reconciler.reconcile import Decider, Reconciler, ReconcilerDependencies, binding_work_key
@@ -21,8 +21,8 @@ from controller.autoscaler.reconciler.scalables import SCALER
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s, wall_clock_s
 from controller.kube.informer import Selection
 from controller.kube.pods import trimmed_pod
-from controller.kube.queue import QueueTiming
 from controller.kube.resources import AUTOSCALING_POLICIES, AUTOSCALING_POLICY_BINDINGS, PODS
+from controller.kube.work_queue import QueueTiming
 from controller.models.kind_reconciler import WorkKey
 from extproc.api.status_pages import LOADS_LABEL
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.decision_records import DecisionRecords
     from controller.autoscaler.reconciler.demand import DemandSource
     from controller.autoscaler.reconciler.metrics import ScalingMetrics
-    from controller.kube.cache import SharedInformers
     from controller.kube.client import Client
+    from controller.kube.shared_informers import SharedInformers
 
 DECIDER: Final = Decider(decide, encode_memory, decode_memory)
 # Changes of a policy and of its bindings within this time lead to one status of it.
@@ -125,9 +125,9 @@ class ScalingController:
     def _begin(self) -> None:
         _spare_the_collector()
         # spread over a period, as later reconciliations come a period after the one before
-        for key in self._informers.bindings():
+        for key in self._informers.binding_keys():
             self._controller.queue.add_in(binding_work_key(key), self._rng.uniform(0.0, 1.0))
-        for key in self._informers.policies():
+        for key in self._informers.policy_keys():
             self._controller.enqueue(WorkKey(AUTOSCALING_POLICIES.kind, key))
 
     async def _reconcile(self, work: WorkKey) -> ReconcileResult:
@@ -196,7 +196,7 @@ def make_scaling_runner(settings: ScalingSettings, metrics: ScalingMetrics, reco
 
     async def run(client: Client, shared: SharedInformers) -> None:
         gateways = shared.acquire(PODS, Selection(labels=LOADS_LABEL), trimmed_pod)
-        demand = GatewayDemand(gateways, settings.gateway_namespaces, wall_clock_s)
+        demand = GatewayDemandSource(gateways, settings.gateway_namespaces, wall_clock_s)
         await ScalingController(
             client, settings, metrics, decider=DECIDER, demand=demand, records=records, shared=shared
         ).run()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from controller.autoscaler.decision.signals import Signals
+from controller.autoscaler.decision.merged_gateway_reports import SignalAggregator
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Freshness
 from controller.autoscaler.decision.traffic import Traffic
 from controller.kube.gateway_reports import DemandFeed
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from controller.autoscaler.decision.gateway_reports import EngineSignal
     from controller.kube.informer import Informer
-    from extproc.api.status_pages import Demand
+    from extproc.api.status_pages import ProcessDemand
 
 Urgent = Callable[[str], None]
 _TICK_S: Final = 1.0
@@ -94,7 +94,7 @@ class _SlotReport(msgspec.Struct):
     unfinished: dict[str, tuple[int, int]]
 
 
-class GatewayDemand:
+class GatewayDemandSource:
     """See ``DemandSource``. ``gateways``: the informer of pods with the label ``attache.dev/tells-loads``. ``trusted``:
     namespaces whose gateways may report demand for ModelServers of all namespaces. ``clock``: seconds since the epoch.
     """
@@ -102,7 +102,7 @@ class GatewayDemand:
     def __init__(self, gateways: Informer, trusted: Collection[str], clock: Callable[[], float]) -> None:
         self._clock = clock
         self._gateways = gateways
-        self._signals = Signals(trusted)
+        self._signals = SignalAggregator(trusted)
         self._feed = DemandFeed(lambda: gateways.objects, self._on_demand, clock=clock, rng=Random(), trusted=trusted)
         self._urgent: Urgent = _ignore
         self._wanted: Collection[str] | None = None
@@ -147,7 +147,7 @@ class GatewayDemand:
             self._signals.set_subscriptions(frozenset(self._wanted), now_s)
             self._wanted = None
 
-    def _on_demand(self, gateway: str, demand: Demand, at_s: float) -> None:
+    def _on_demand(self, gateway: str, demand: ProcessDemand, at_s: float) -> None:
         if not self._signals.ingest(gateway, demand, at_s):
             return
         before = self._last_reports.get((gateway, demand.slot))

@@ -20,7 +20,7 @@ from controller.autoscaler.reconciler.bindings import (
 )
 from controller.autoscaler.reconciler.polled_targets import PolledTargets
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, find_scalable_kind, parse_scalable
-from controller.kube.informer import Selection, viewed
+from controller.kube.informer import Selection, view_transform
 from controller.kube.pods import POD_VIEW
 from controller.kube.resources import (
     AUTOSCALING_POLICIES,
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from controller.autoscaler.reconciler.bindings import ScalableRef, TargetClaim
-    from controller.kube.cache import InformerSet, SharedInformers
     from controller.kube.client import Client
     from controller.kube.informer import Informer
     from controller.kube.pods import PodView
+    from controller.kube.shared_informers import InformerSet, SharedInformers
 
 _Bucket = tuple[str, str, str]
 _Query = tuple[str, tuple[tuple[str, str], ...]]
@@ -122,7 +122,7 @@ class PodIndex:
         return [(namespace, name, pod.labels[name]) for name in labels if name in pod.labels]
 
 
-class NamespacedPods:
+class NamespacedPodInformers:
     """Pods of the namespaces given to ``set_wanted``; ``index`` has them. Where others of this leader watch the pods of
     all namespaces, or there are many namespaces, that one informer is read.
     """
@@ -156,9 +156,9 @@ class NamespacedPods:
         """For how many seconds the watch of a namespace's pods has been broken; None if it is not."""
         return next((one.disconnected_for_s() for one in self._of(namespace) if one.synced.is_set()), None)
 
-    def wrote(self, pod: Object) -> None:
+    def on_write_answered(self, pod: Object) -> None:
         """What the server answered to a write of a pod."""
-        self._shared.take_in(PODS, pod)
+        self._shared.apply_write_answer(PODS, pod)
 
     async def run(self) -> None:
         """Start and stop informers as ``set_wanted`` demands, until cancelled."""
@@ -178,7 +178,7 @@ class NamespacedPods:
         return [self._informers[one] for one in (namespace, None) if one in self._informers]
 
     def _wanted(self) -> frozenset[str | None]:
-        others = self._shared.users_of(PODS, Selection(), POD_VIEW) - (None in self._informers)
+        others = self._shared.count_users(PODS, Selection(), POD_VIEW) - (None in self._informers)
         is_wide = len(self._namespaces) > _MOST or others > 0
         return frozenset({None} if is_wide and self._namespaces else self._namespaces)
 
@@ -223,7 +223,9 @@ class Informers:
         self._bindings = add(AUTOSCALING_POLICY_BINDINGS, transform=trimmed_binding)
         self._servers = add(MODEL_SERVERS, transform=_trimmed_server)
         self._scalables: Mapping[Resource, Informer] = {
-            one.resource: add(one.resource, transform=viewed(partial(parse_scalable, one)), optional=one.optional)
+            one.resource: add(
+                one.resource, transform=view_transform(partial(parse_scalable, one)), optional=one.optional
+            )
             for one in KINDS
         }
         # a fake cluster lacks HorizontalPodAutoscalers, and so may one whose account may not list them
@@ -233,7 +235,7 @@ class Informers:
                 _SCALED_OBJECTS, transform=autoscaler_trimmer(_SCALED_OBJECTS.kind, "Deployment", "apps"), optional=True
             ),
         ]
-        self.pods = NamespacedPods(cache.shared, lambda: self._notify(self._known))
+        self.pods = NamespacedPodInformers(cache.shared, lambda: self._notify(self._known))
         self.other_kinds = PolledTargets(client, lambda place: self._notify(self._by_place.get(place, ())))
         self._by_place: dict[ScalableRef, set[str]] = defaultdict(set)
         self._by_policy: dict[str, set[str]] = defaultdict(set)
@@ -262,7 +264,7 @@ class Informers:
             tasks.create_task(self.pods.run(), name="pods of targets")
             tasks.create_task(self.other_kinds.run(), name="targets of others' kinds")
 
-    def versions(self) -> tuple[int, ...]:
+    def target_versions(self) -> tuple[int, ...]:
         """While they are the same, all targets resolve to the same."""
         served = sum(self._cache.is_synced(one) for one in self._scalables.values())
         scalables = self._scalables_version + self.other_kinds.version
@@ -285,7 +287,7 @@ class Informers:
         found = self._bindings.get(key)
         return None if found is None else found["view"]
 
-    def bindings(self) -> Iterable[str]:
+    def binding_keys(self) -> Iterable[str]:
         """The keys of all."""
         return self._known
 
@@ -294,7 +296,7 @@ class Informers:
         found = self._policies.get(key)
         return None if found is None else found["view"]
 
-    def policies(self) -> Iterable[str]:
+    def policy_keys(self) -> Iterable[str]:
         """The keys of all."""
         return list(self._policies.objects)
 
@@ -312,12 +314,14 @@ class Informers:
         found = self._scalables[kind.resource].get(f"{place[0]}/{place[3]}")
         return None if found is None else found["view"]
 
-    def wrote(self, place: ScalableRef, resource: Resource, thing: Object, scale: Object | None = None) -> None:
+    def on_write_answered(
+        self, place: ScalableRef, resource: Resource, thing: Object, scale: Object | None = None
+    ) -> None:
         """A target was written: what the server answered, for the object and for its scale."""
         if not is_foreign_kind(place):
-            self._cache.take_in(resource, thing)
+            self._cache.apply_write_answer(resource, thing)
         elif scale is not None:
-            self.other_kinds.wrote(place, thing, scale)
+            self.other_kinds.on_write_answered(place, thing, scale)
 
     def target_claims(self, place: ScalableRef) -> list[TargetClaim]:
         """Of all bindings that have this target."""
@@ -375,7 +379,7 @@ class Informers:
     def _binding_changed(self, key: str) -> None:
         before, now = self._known.pop(key, None), self.binding(key)
         if before is not None:
-            self._claims.pop(before.claim.text, None)
+            self._claims.pop(before.claim.annotation_value, None)
             self._by_policy[before.policy_key].discard(key)
             for place in before.places:
                 self._by_place[place].discard(key)
@@ -384,7 +388,7 @@ class Informers:
                     del self._by_place[place]
         if now is not None:
             self._known[key] = now
-            self._claims[now.claim.text] = key
+            self._claims[now.claim.annotation_value] = key
             self._by_policy[now.policy_key].add(key)
             for place in now.places:
                 self._by_place[place].add(key)

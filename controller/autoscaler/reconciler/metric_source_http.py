@@ -30,7 +30,7 @@ from controller.api.pod_spec_checks import parse_quantity
 from controller.kube.cluster_access import ClusterAccess
 from controller.kube.errors import AccessInvalid, ClusterError, Forbidden, NotFound
 from controller.kube.resources import SECRETS
-from extproc.api.addresses import is_guarded
+from extproc.api.addresses import is_local_or_metadata_host
 from extproc.engines.prometheus_text import MetricsPageRefused, metric_lines, sample_number
 from extproc.http_body import read_at_most
 
@@ -126,7 +126,7 @@ class AddressForbidden(OSError):
 def is_allowed_address(address: str) -> bool:
     """Whether an IP address may be one of a Prometheus; raises ValueError for a name."""
     ipaddress.ip_address(address.partition("%")[0])
-    return not is_guarded(address)
+    return not is_local_or_metadata_host(address)
 
 
 class AddressPolicy:
@@ -141,7 +141,7 @@ class AddressPolicy:
                 raise ValueError(f"{one} is no URL such as https://prometheus.monitoring.svc:9090")
 
     @property
-    def is_list(self) -> bool:
+    def has_prefixes(self) -> bool:
         """Whether there are prefixes."""
         return bool(self._prefixes)
 
@@ -352,7 +352,7 @@ class _Series(msgspec.Struct, frozen=True):
 _ANSWERS: Final = msgspec.json.Decoder(_PrometheusAnswer)
 
 
-def query_request(query: str) -> str:
+def promql_of_query(query: str) -> str:
     """The PromQL that is sent for a query. Prometheus returns the time of the evaluation, not of the sample; for a
     plain selector the sample's time is requested as well.
     """

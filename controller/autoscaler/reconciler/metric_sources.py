@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from controller.autoscaler.decision.situation import Metric
+from controller.autoscaler.decision.situation import MetricReading
 from controller.autoscaler.reconciler.fair_semaphore import FairSemaphore
 from controller.autoscaler.reconciler.metric_source_http import (
     AddressForbidden,
@@ -25,11 +25,11 @@ from controller.autoscaler.reconciler.metric_source_http import (
     fetch_page,
     page_values,
     prometheus_value,
-    query_request,
+    promql_of_query,
     usage_by_pod,
 )
 from controller.kube.errors import ClusterError, NotFound
-from controller.kube.resources import Resource, seconds_of
+from controller.kube.resources import Resource, parse_timestamp
 from extproc.api.addresses import join_host_port
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ class MetricSample(msgspec.Struct, frozen=True):
     at_s: float
 
 
-def total_metric(taken: MetricSample, now_s: float, policy: AutoscalingPolicySpec) -> Metric:
+def total_metric(taken: MetricSample, now_s: float, policy: AutoscalingPolicySpec) -> MetricReading:
     """The sum with the limits of age: past the soft one it can only raise replicas; past the hard one it is unknown."""
     value, age_s = taken.value, now_s - taken.at_s
     if value.number is None:
-        return Metric(at_s=taken.at_s, problem=value.problem)
+        return MetricReading(at_s=taken.at_s, problem=value.problem)
     if age_s > policy.staleness.hard:
-        return Metric(at_s=taken.at_s, problem=f"the last sample is {age_s:.0f} s old")
+        return MetricReading(at_s=taken.at_s, problem=f"the last sample is {age_s:.0f} s old")
     is_old = age_s > policy.staleness.soft
-    return Metric(at_s=taken.at_s, total=value.number, is_lower_bound=is_old or value.is_partial)
+    return MetricReading(at_s=taken.at_s, total=value.number, is_lower_bound=is_old or value.is_partial)
 
 
 def entry_pods(target: ResolvedTarget) -> list[tuple[str, PodView]]:
@@ -80,7 +80,7 @@ def entry_pods(target: ResolvedTarget) -> list[tuple[str, PodView]]:
 
 def utilization_metric(
     name: str, used: Mapping[str, PodUsage], resolved: Sequence[ResolvedTarget], now_s: float, hard_s: float
-) -> Metric:
+) -> MetricReading:
     """Usage over requests of each engine, all of its pods together. One with a pod of unknown usage is missing."""
     values, at_s, lacks = dict[str, float](), now_s, False
     for target in resolved:
@@ -92,17 +92,17 @@ def utilization_metric(
                 units[target.kind.unit_of(pod)].append(pod)
         for pods in units.values():
             found = [used.get(pod.name) for pod in pods]
-            known = [one for one in found if one is not None and now_s - (seconds_of(one.at) or now_s) <= hard_s]
+            known = [one for one in found if one is not None and now_s - (parse_timestamp(one.at) or now_s) <= hard_s]
             requested = sum(pod.cpu if name == "cpu" else pod.memory for pod in pods)
             lacks = lacks or not requested
             if len(known) == len(pods) and requested > 0:
                 amount = sum(one.cpu if name == "cpu" else one.memory for one in known)
                 values[min(pod.name for pod in pods)] = amount / requested
-                at_s = min([at_s, *(seconds_of(one.at) or now_s for one in known)])
+                at_s = min([at_s, *(parse_timestamp(one.at) or now_s for one in known)])
     if not values:
         why = f"the pods request no {name}" if lacks else f"there is no recent {name} usage of any engine"
-        return Metric(at_s=now_s, problem=why)
-    return Metric(at_s=at_s, by_engine=values)
+        return MetricReading(at_s=now_s, problem=why)
+    return MetricReading(at_s=at_s, by_engine=values)
 
 
 class SourceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +182,7 @@ class MetricSources:
 
     async def _metric(
         self, namespace: str, policy: AutoscalingPolicySpec, one: MetricTarget, resolved: Sequence[ResolvedTarget]
-    ) -> Metric:
+    ) -> MetricReading:
         # a reconcile comes a period after the one before, or a little earlier
         max_age_s = 0.9 * policy.period
         if one.prometheus is not None:
@@ -211,9 +211,9 @@ class MetricSources:
             at_s = self._clock()
             try:
                 body = await fetch_page(
-                    self._session(is_checked=not self._allowed.is_list),
+                    self._session(is_checked=not self._allowed.has_prefixes),
                     url.joinpath("api", "v1", "query"),
-                    query={"query": query_request(source.query), "timeout": f"{self._settings.timeout_s:g}s"},
+                    query={"query": promql_of_query(source.query), "timeout": f"{self._settings.timeout_s:g}s"},
                     headers={"accept": "application/json", **credentials.headers},
                     tls=credentials.tls,
                     most_bytes=self._settings.most_answer_bytes,
@@ -235,7 +235,7 @@ class MetricSources:
         resolved: Sequence[ResolvedTarget],
         max_age_s: float,
         policy: AutoscalingPolicySpec,
-    ) -> Metric:
+    ) -> MetricReading:
         """Of each ready engine, by its name. Those without a page, or without the metric on it, are missing."""
         path = one.engine.path if one.engine is not None else "/metrics"
         asking: dict[str, str] = {}
@@ -255,8 +255,8 @@ class MetricSources:
             if one.name in page.values and page.at_s >= since_s
         }
         if not values:
-            return Metric(at_s=self._clock(), problem=f"no engine's page has a recent {one.name}")
-        return Metric(at_s=min(read[name].at_s for name in values), by_engine=values)
+            return MetricReading(at_s=self._clock(), problem=f"no engine's page has a recent {one.name}")
+        return MetricReading(at_s=min(read[name].at_s for name in values), by_engine=values)
 
     async def _page(self, namespace: str, url: str, names: tuple[str, ...], max_age_s: float) -> _Page | None:
         async def read() -> _Page | None:
@@ -282,15 +282,15 @@ class MetricSources:
         resolved: Sequence[ResolvedTarget],
         max_age_s: float,
         policy: AutoscalingPolicySpec,
-    ) -> Metric:
+    ) -> MetricReading:
         if one.name not in {"cpu", "memory"}:
-            return Metric(
+            return MetricReading(
                 at_s=self._clock(), problem=f"there is no resource metric {one.name}; there are cpu and memory"
             )
         found = await self._usages.get(namespace, lambda: self._used(namespace), max_age_s)
         if found is None or found.problem:
             message = found.problem if found is not None else "no answer yet"
-            return Metric(at_s=self._clock(), problem=message)
+            return MetricReading(at_s=self._clock(), problem=message)
         return utilization_metric(one.name, found.by_pod, resolved, self._clock(), policy.staleness.hard)
 
     async def _used(self, namespace: str) -> _Usages:

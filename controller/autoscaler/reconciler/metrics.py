@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from controller.autoscaler.decision.decision import StageDecision
 from controller.autoscaler.decision.situation import EngineState
-from controller.kube.metrics_and_health import MetricFamily, escape_labels
+from controller.kube.metrics_and_health import MetricFamily, encode_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +115,7 @@ class ScalingMetrics(Collector):
 
 
 def _of_targets(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
-    targets = [(escape_labels(_TARGET, one.labels), binding, one) for binding in bindings for one in binding.targets]
+    targets = [(encode_labels(_TARGET, one.labels), binding, one) for binding in bindings for one in binding.targets]
 
     def family(name: str, documentation: str, value: Callable[[TargetSeries], float], kind: str = "gauge") -> Metric:
         return MetricFamily(name, documentation, kind, [(labels, value(one)) for labels, _, one in targets])
@@ -141,24 +141,24 @@ def _of_targets(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
 
 def _of_bindings(bindings: Sequence[BindingSeries]) -> Iterator[Metric]:
     stages = [
-        ((one.namespace, one.name, stage.stage), stage, escape_labels(_STAGE, (one.namespace, one.name, stage.stage)))
+        ((one.namespace, one.name, stage.stage), stage, encode_labels(_STAGE, (one.namespace, one.name, stage.stage)))
         for one in bindings
         for stage in one.stages
     ]
     by_strategy = [
-        (escape_labels((*_STAGE, "strategy"), (*values, one.strategy)), one.replicas)
+        (encode_labels((*_STAGE, "strategy"), (*values, one.strategy)), one.replicas)
         for values, stage, _ in stages
         for one in stage.recommendations
         if one.replicas is not None
     ]
     need = [(labels, stage.combined) for _, stage, labels in stages if stage.combined is not None]
     kept = [
-        (escape_labels((*_STAGE, "rule"), (*values, rule)), change)
+        (encode_labels((*_STAGE, "rule"), (*values, rule)), change)
         for values, stage, _ in stages
         for rule, change in _changes(stage).items()
     ]
     unproven = [(labels, not stage.is_proven) for _, stage, labels in stages]
-    age = [(escape_labels(_BINDING, (one.namespace, one.name)), one.age_s) for one in bindings]
+    age = [(encode_labels(_BINDING, (one.namespace, one.name)), one.age_s) for one in bindings]
     message = "What a strategy asks for, in replicas of the first target"
     yield MetricFamily("attache_scaling_strategy_replicas", message, "gauge", by_strategy)
     yield MetricFamily("attache_scaling_need_replicas", "What the strategies ask for together", "gauge", need)
@@ -225,7 +225,7 @@ def mean_saturation(situations: Sequence[Situation]) -> float | None:
     found = [
         max(one.report.kv_usage or 0.0, min((one.report.waiting or 0.0) / _FULL_QUEUE, 1.0))
         for each in situations
-        for one in each.ready
+        for one in each.ready_engines
         if one.report is not None and (one.report.kv_usage is not None or one.report.waiting is not None)
     ]
     return sum(found) / len(found) if found else None

@@ -150,9 +150,9 @@ class PolledTargets:
 
     def are_targets_read(self, key: str) -> bool:
         """Whether each target of the binding ``key`` has been read at least once, with or without success."""
-        return all(map(self.is_read, self._asked.get(key, ())))
+        return all(map(self.has_been_tried, self._asked.get(key, ())))
 
-    def is_read(self, place: ScalableRef) -> bool:
+    def has_been_tried(self, place: ScalableRef) -> bool:
         """Whether it has been tried."""
         return place in self._read
 
@@ -162,7 +162,7 @@ class PolledTargets:
             self._due_at_s[place] = 0.0
             self._wake.set()
 
-    def wrote(self, place: ScalableRef, thing: Object, scale: Object) -> None:
+    def on_write_answered(self, place: ScalableRef, thing: Object, scale: Object) -> None:
         """What the server answered to a write of a target and of its scale."""
         kind = self.last_read(place).kind
         now = TargetRead() if kind is None else target_from_scale(kind, place, thing, scale)

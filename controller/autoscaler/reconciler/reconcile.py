@@ -12,14 +12,14 @@ import msgspec
 
 from controller.autoscaler.reconciler.accelerators import AcceleratorTracker
 from controller.autoscaler.reconciler.actuator import SOON_S, Actuator
-from controller.autoscaler.reconciler.binding_state import BindingState, decode_annotation, new_state
+from controller.autoscaler.reconciler.binding_state import BindingState, decode_annotation, new_binding_state
 from controller.autoscaler.reconciler.decision_records import DecisionRecord
 from controller.autoscaler.reconciler.demand import DemandSource
 from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.metric_sources import MetricSources
 from controller.autoscaler.reconciler.metrics import BindingSeries, binding_series
 from controller.autoscaler.reconciler.resolver import Resolver, server_keys
-from controller.autoscaler.reconciler.result import Result, target_actions
+from controller.autoscaler.reconciler.result import ReconciliationResult, target_actions
 from controller.autoscaler.reconciler.scalables import LEARNED
 from controller.autoscaler.reconciler.situations import build_situations, with_headroom
 from controller.autoscaler.reconciler.status import action_texts, binding_events, binding_status
@@ -163,26 +163,32 @@ class Reconciler:
         state = self.states.get(view.key)
         if state is None or state.uid != view.claim.uid:
             self._parts.controller.expectations.forget(binding_work_key(view.key))
-            state = self.states[view.key] = new_state(view.claim.uid, self._parts.rng, conflict_s=(SOON_S, _LATER_S))
+            state = self.states[view.key] = new_binding_state(
+                view.claim.uid, self._parts.rng, conflict_s=(SOON_S, _LATER_S)
+            )
         return state
 
-    def _resolve(self, view: BindingView, state: BindingState) -> Result:
+    def _resolve(self, view: BindingView, state: BindingState) -> ReconciliationResult:
         """The policy and the targets, or why nothing can be decided."""
         parts, now_s = self._parts, self._parts.clock()
         if view.binding is None:
-            return Result(now_s=now_s, problem=("Invalid", view.problem))
+            return ReconciliationResult(now_s=now_s, problem=("Invalid", view.problem))
         state.resolution = parts.resolver.resolve_targets(view, state.resolution)
         resolved = state.resolution.targets
         parts.use_servers(view.key, server_keys(resolved))
         policy = parts.informers.policy(view.policy_key)
         if policy is None:
             problem = ("PolicyNotFound", f"there is no AutoscalingPolicy {view.policy_key}")
-            return Result(now_s=now_s, resolved=resolved, problem=problem)
+            return ReconciliationResult(now_s=now_s, resolved=resolved, problem=problem)
         if policy.policy is None:
-            return Result(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
-        return Result(now_s=now_s, policy=policy.policy.spec, bad_schedules=policy.bad_schedules, resolved=resolved)
+            return ReconciliationResult(now_s=now_s, resolved=resolved, problem=("PolicyInvalid", policy.problem))
+        return ReconciliationResult(
+            now_s=now_s, policy=policy.policy.spec, bad_schedules=policy.bad_schedules, resolved=resolved
+        )
 
-    def _situate(self, view: BindingView, state: BindingState, result: Result, policy: AutoscalingPolicySpec) -> Result:
+    def _situate(
+        self, view: BindingView, state: BindingState, result: ReconciliationResult, policy: AutoscalingPolicySpec
+    ) -> ReconciliationResult:
         """With manual overrides and a situation for each stage."""
         parts, now_s = self._parts, result.now_s
         holds = state.manual_overrides(view, result.resolved, policy.manual_hold, now_s)
@@ -196,7 +202,9 @@ class Reconciler:
         )
         return msgspec.structs.replace(result, situations=situations, holds=holds)
 
-    def _decide(self, view: BindingView, state: BindingState, result: Result, policy: AutoscalingPolicySpec) -> Result:
+    def _decide(
+        self, view: BindingView, state: BindingState, result: ReconciliationResult, policy: AutoscalingPolicySpec
+    ) -> ReconciliationResult:
         """With the decision. Nothing may be awaited in here, or two bindings would count the same accelerators."""
         assert view.binding is not None  # noqa: S101 - or there would be no policy
         capacity = self.accelerators.compute_headroom(view, result.resolved, state.ordered)
@@ -226,13 +234,13 @@ class Reconciler:
             log.warning("what was learned of %s cannot be read, and is learned anew: %s", view.key, error)
             return None
 
-    async def _actuate(self, view: BindingView, state: BindingState, result: Result) -> ActuationResult:
+    async def _actuate(self, view: BindingView, state: BindingState, result: ReconciliationResult) -> ActuationResult:
         """Claims, drains and scales."""
         done = await self._parts.actuator.actuate(view, result)
         state.count_writes(done.scaled)
         return done
 
-    async def _report(self, view: BindingView, state: BindingState, result: Result) -> None:
+    async def _report(self, view: BindingView, state: BindingState, result: ReconciliationResult) -> None:
         """Metrics, the record of the decision, the status and Events."""
         parts, work = self._parts, binding_work_key(view.key)
         result = msgspec.structs.replace(result, scaled=state.unreported)
@@ -253,7 +261,7 @@ class Reconciler:
         """Write the learned state into an annotation, for the next leader."""
         if not state.learned.is_due(view.learned, now_s):
             return
-        text = state.learned.next_text(self._parts.decider.kept(state.memory), view.learned, now_s)
+        text = state.learned.next_annotation(self._parts.decider.kept(state.memory), view.learned, now_s)
         if not text:
             return
         namespace, name = split_key(view.key)

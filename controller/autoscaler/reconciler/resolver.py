@@ -67,7 +67,7 @@ def server_keys(targets: Iterable[ResolvedTarget]) -> list[str]:
     return sorted({key for one in targets if one.server for key in (one.server, *one.twins)})
 
 
-class Resolution(NamedTuple):
+class ResolvedTargets(NamedTuple):
     """The targets of a binding, in their order, and the inputs of their resolution, which is deterministic."""
 
     view: BindingView
@@ -84,14 +84,14 @@ class Resolver:
         # by target: the labels of its pods, and the ModelServers that select them
         self._servers: dict[ScalableRef, tuple[Mapping[str, str], tuple[str, ...]]] = {}
 
-    def resolve_targets(self, view: BindingView, before: Resolution | None) -> Resolution:
+    def resolve_targets(self, view: BindingView, before: ResolvedTargets | None) -> ResolvedTargets:
         """All targets of a binding without mistakes. ``before``: what this returned last."""
-        versions = self._informers.versions()
+        versions = self._informers.target_versions()
         if before is not None and before.view is view and before.versions == versions:
             return before
         specs = () if view.binding is None else view.binding.spec.targets
         targets = tuple(self._one(view, spec, place) for spec, place in zip(specs, view.places, strict=True))
-        return Resolution(view, versions, targets)
+        return ResolvedTargets(view, versions, targets)
 
     def _one(self, view: BindingView, spec: ScaleTarget, place: ScalableRef) -> ResolvedTarget:
         if is_foreign_kind(place):

@@ -34,12 +34,12 @@ class TargetAction(msgspec.Struct, frozen=True, kw_only=True):
     hold: ManualOverride | None = None
 
     @property
-    def writes(self) -> bool:
+    def is_written_by_us(self) -> bool:
         """Whether it is carried out."""
         return self.replicas is not None and not self.held
 
     @property
-    def is_ordered(self) -> bool:
+    def will_be_applied(self) -> bool:
         """Whether the replicas will be applied: written by us, or by the consumer of our exports."""
         return self.replicas is not None and self.held in ("", _REPORT_ONLY["Export"])
 
@@ -58,7 +58,7 @@ class TargetAction(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to write and no manual override is in force."""
-        return self.hold is None and (not self.writes or self.is_as_decided)
+        return self.hold is None and (not self.is_written_by_us or self.is_as_decided)
 
 
 class ScaleEvent(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class ScaleEvent(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ReconciliationResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a reconciliation. ``policy``: None if there is none; ``bad_schedules``: of it, as messages.
     ``problem``: why nothing can be decided, as reason and message. By target: ``holds``: manual overrides,
     ``waits_for``: pods that drain, ``without_nodes``: why no node counts, ``refused``: why the API server refuses

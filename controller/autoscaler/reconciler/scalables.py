@@ -16,7 +16,7 @@ from controller.kube.resources import (
     Object,
     Resource,
     key_of,
-    seconds_of,
+    parse_timestamp,
 )
 from controller.models.model_infer import names
 
@@ -119,7 +119,7 @@ def _writers(managed: Any) -> tuple[bool, str, float]:  # noqa: ANN401 - JSON
         if one.get("manager") == SCALER:
             is_ours = True
             continue
-        its_s = seconds_of(one.get("time")) or 0.0
+        its_s = parse_timestamp(one.get("time")) or 0.0
         if its_s >= at_s:
             writer, at_s = str(one.get("manager", "")), its_s
     return is_ours, writer, at_s

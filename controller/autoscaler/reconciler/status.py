@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from controller.autoscaler.decision.decision import Decision, Rule, StageDecision
     from controller.autoscaler.decision.situation import Situation
-    from controller.autoscaler.reconciler.result import Result, TargetAction
+    from controller.autoscaler.reconciler.result import ReconciliationResult, TargetAction
 
 _NUMBERS: Final = re.compile(r"\d+(\.\d+)?")
 # Rules of a decision's steps that limited the recommendation of the strategies.
@@ -38,7 +38,7 @@ def mask_numbers(text: str) -> str:
     return _NUMBERS.sub("#", text)
 
 
-def binding_status(result: Result, before: Mapping[str, Any]) -> dict[str, Any]:
+def binding_status(result: ReconciliationResult, before: Mapping[str, Any]) -> dict[str, Any]:
     """The whole status. ``before``: the binding's current one."""
     known = {one.get("type"): one for one in before.get("conditions") or ()}
     status: dict[str, Any] = {
@@ -56,7 +56,9 @@ def binding_status(result: Result, before: Mapping[str, Any]) -> dict[str, Any]:
     return status
 
 
-def binding_events(result: Result, status: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[KubeEvent]:
+def binding_events(
+    result: ReconciliationResult, status: Mapping[str, Any], before: Mapping[str, Any]
+) -> Iterator[KubeEvent]:
     """One for each write, and one for each condition whose change a user should notice."""
     for one in result.scaled:
         yield KubeEvent("Normal", "Scaled", f"{one.what}: from {one.before} to {one.after} replicas; {one.reason}")
@@ -71,7 +73,7 @@ def binding_events(result: Result, status: Mapping[str, Any], before: Mapping[st
             yield KubeEvent(event[0], event[1], condition["message"])
 
 
-def action_texts(result: Result) -> Mapping[str, str]:
+def action_texts(result: ReconciliationResult) -> Mapping[str, str]:
     """What was done about each target, for people."""
     scaled = {one.name: f"scaled from {one.before} to {one.after}" for one in result.scaled}
     said: dict[str, str] = {}
@@ -108,7 +110,7 @@ def _event(type_: str, truth: str, reason: str) -> Any:  # noqa: ANN401 - a pair
     return None
 
 
-def _targets(result: Result, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _targets(result: ReconciliationResult, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     steps = {one.target.spec.name: one for one in result.steps}
     scaled = {one.name: one for one in result.scaled}
     ready = {one.name: _ready(one.engines) for each in result.situations for one in each.targets}
@@ -134,7 +136,7 @@ def _ready(engines: Sequence[Any]) -> int:
     return sum(one.state.value == "ready" for one in engines)
 
 
-def _problem(target: ResolvedTarget, result: Result) -> TargetProblem | None:
+def _problem(target: ResolvedTarget, result: ReconciliationResult) -> TargetProblem | None:
     """Another autoscaler is no problem where decisions are only reported."""
     problem, policy = target.problem, result.policy
     is_advisory = policy is not None and policy.mode in ("Export", "Recommend")
@@ -153,7 +155,7 @@ def _reason(problem: TargetProblem | None, step: TargetAction | None, waits_for:
     return step.decided.reason[:_LONGEST]
 
 
-def _conditions(result: Result, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _conditions(result: ReconciliationResult, before: Mapping[Any, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """``before``: those of the binding, by type."""
     yield _resolved(result)
     if result.decision is not None:
@@ -167,7 +169,7 @@ def _conditions(result: Result, before: Mapping[Any, Mapping[str, Any]]) -> Iter
         yield _blocked(result)
 
 
-def _resolved(result: Result) -> dict[str, Any]:
+def _resolved(result: ReconciliationResult) -> dict[str, Any]:
     problems = [problem for one in result.resolved if (problem := _problem(one, result)) is not None]
     if problems:
         gravest = min(problems, key=lambda one: PROBLEMS.index(one.reason))
@@ -187,7 +189,7 @@ def _available(decision: Decision, situations: Sequence[Situation], otherwise: s
     return _condition("MetricsAvailable", truth=False, reason=otherwise, message=message)
 
 
-def _active(result: Result) -> dict[str, Any]:
+def _active(result: ReconciliationResult) -> dict[str, Any]:
     if result.problem is not None:
         return _condition("ScalingActive", truth=False, reason=result.problem[0], message=result.problem[1])
     mode = "Auto" if result.policy is None else result.policy.mode
@@ -231,7 +233,7 @@ def _limited(decision: Decision, resolved: Sequence[ResolvedTarget]) -> dict[str
     )
 
 
-def _blocked(result: Result) -> dict[str, Any]:
+def _blocked(result: ReconciliationResult) -> dict[str, Any]:
     decision = result.decision
     blocked = [] if decision is None else [f"{name}: {why}" for name, why in decision.blocked.items()]
     message = "; ".join([*blocked, *(f"{name}: {why}" for name, why in result.without_nodes.items())])

@@ -78,7 +78,7 @@ from controller.bundle.envoy.envoy_json import (
     type_url,
     typed_extension,
 )
-from controller.bundle.envoy.lua import lua
+from controller.bundle.envoy.lua import lua_filter_config
 from extproc.api.error_hints import is_ip
 from extproc.wire_protocol import CLIENT, REPORTS, TENANT, TOKENS_NAMESPACE, USER, truncate_name
 
@@ -405,7 +405,7 @@ def api_key_filter(keys: Sequence[ApiKey]) -> Lua:
         "@CLIENT@": CLIENT,
         "@REPORTS@": REPORTS,
     }
-    return lua(_KEYS_SCRIPT, marks)
+    return lua_filter_config(_KEYS_SCRIPT, marks)
 
 
 def usage_reports_header(tenant: str) -> str:
@@ -449,7 +449,7 @@ def client_certificate_filter(names: Sequence[CertificateName]) -> Lua:
         "@NAMESPACE@": _CERTIFICATE_NAMESPACE,
         "@KEY@": _CERTIFICATE_KEY,
     }
-    return lua(_CERTIFICATES_SCRIPT, marks)
+    return lua_filter_config(_CERTIFICATES_SCRIPT, marks)
 
 
 def client_certificate_rbac() -> Rbac:

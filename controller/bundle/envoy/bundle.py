@@ -21,7 +21,7 @@ from controller.bundle.envoy.clusters import (
     server_cluster_name,
     server_endpoints,
     socket_cluster,
-    usage_cluster,
+    usage_reports_cluster,
     with_endpoints,
 )
 from controller.bundle.envoy.envoy_json import BuildMemo, resources_file, to_json
@@ -37,14 +37,14 @@ from controller.bundle.envoy.listeners import (
     steps_snapshot,
 )
 from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, has_mirror
-from controller.bundle.envoy.model_routes import has_grpc_servers, routes_by_policy
+from controller.bundle.envoy.model_routes import decided_routes_by_policy, has_grpc_servers
 from controller.bundle.envoy.response_filters import configured_response_headers
 from controller.bundle.envoy.route_configurations import route_configuration
 from controller.bundle.envoy.tracing import collector_clusters
 from controller.bundle.envoy.translation import (
     TRANSLATED,
     TRANSLATED_ROUTES_FILE,
-    is_translated,
+    needs_translation,
     translated_listener,
     translator_cluster,
 )
@@ -152,18 +152,18 @@ class BundleWriter:
             *memo.get(collector_clusters, gateway.tracing),
         ]
         views = [view for view in (client_snapshot(snapshot), steps_snapshot(snapshot)) if view is not None]
-        translates, inner_files = is_translated(snapshot.servers), dict[str, str]()
+        translates, inner_files = needs_translation(snapshot.servers), dict[str, str]()
         if translates:
             own.append(memo.get(translator_cluster, self._directory))
-            routes = inner_routes(TRANSLATED, gateway, routes_by_policy(snapshot, memo))
+            routes = inner_routes(TRANSLATED, gateway, decided_routes_by_policy(snapshot, memo))
             inner_files[TRANSLATED_ROUTES_FILE] = resources_file([routes])
         mirrors = has_mirror(snapshot.routes)
         if mirrors:
             own.append(memo.get(socket_cluster, MIRROR_CLUSTER, self._directory, MIRROR_SOCKET))
-            routes = inner_routes(MIRRORED, gateway, routes_by_policy(snapshot, memo))
+            routes = inner_routes(MIRRORED, gateway, decided_routes_by_policy(snapshot, memo))
             inner_files[MIRRORED_ROUTES_FILE] = resources_file([routes])
         if gateway.usage_log is not None and gateway.usage_log.api is not None:
-            own.append(memo.get(usage_cluster, gateway.usage_log.api))
+            own.append(memo.get(usage_reports_cluster, gateway.usage_log.api))
         self._clusters = own, clusters
         return {
             **{
@@ -271,7 +271,7 @@ def longest_wait_s(snapshot: Snapshot) -> float:
         else one.spec
         for one in snapshot.servers
     )
-    return max((sum(snapshot.longest_waits_of(spec).values()) for spec in specs), default=0.0)
+    return max((sum(snapshot.max_wait_by_field_of(spec).values()) for spec in specs), default=0.0)
 
 
 def keep_old_clusters(snapshot: Snapshot, before: Snapshot) -> Snapshot:

@@ -64,8 +64,8 @@ from controller.bundle.envoy.fallback import (
 from controller.bundle.envoy.path_prefix import path_prefix_filter
 from controller.bundle.envoy.providers import provider_filter, request_signing_filter, trailer_removal_filter
 from controller.bundle.envoy.response_filters import reserved_header_filter
-from controller.bundle.envoy.secrets import EngineKey, engine_socket, secret_reference, upstream_credentials
-from extproc.api.addresses import parse_address, parse_target, worker_addresses
+from controller.bundle.envoy.secrets import EngineKey, engine_tls_socket, secret_reference, upstream_credentials
+from extproc.api.addresses import parse_address, parse_envoy_upstream, worker_addresses
 from extproc.api.engine_connection import EngineConnection
 from extproc.wire_protocol import (
     BACKEND_CLUSTER,
@@ -163,7 +163,7 @@ def server_cluster(
             circuit_breakers=unlimited_circuit_breakers(chained=chained),
             metadata=None if chained is None else cluster_metadata(server),
             upstream_connection_options=keepalive(),
-            transport_socket=engine_socket(server.spec, directory),
+            transport_socket=engine_tls_socket(server.spec, directory),
             typed_extension_protocol_options={
                 UPSTREAM_OPTIONS: PackedMessage(
                     UpstreamOptions(
@@ -219,7 +219,7 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
     A process that does not answer a ping loses its connection, so that its streams are opened again at another one.
     Envoy resolves a host name itself, and follows what it resolves to.
     """
-    is_name = not gateway.extproc.startswith("unix:") and not parse_target(gateway.extproc).is_ip
+    is_name = not gateway.extproc.startswith("unix:") and not parse_envoy_upstream(gateway.extproc).is_ip
     return to_resource(
         Cluster(
             name=EXTPROC_CLUSTER,
@@ -265,9 +265,9 @@ def extproc_cluster(gateway: GatewayConfigSpec) -> dict[str, object]:
     )
 
 
-def usage_cluster(api: str) -> dict[str, object]:
+def usage_reports_cluster(api: str) -> dict[str, object]:
     """The process that serves reports, ``attache usage serve``."""
-    is_name = not parse_target(api).is_ip
+    is_name = not parse_envoy_upstream(api).is_ip
     return to_resource(
         Cluster(
             name=USAGE_CLUSTER,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from controller.bundle.envoy.lua import lua
+from controller.bundle.envoy.lua import lua_filter_config
 from extproc.wire_protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
@@ -96,7 +96,7 @@ end
 """
 
 
-def cost_header(*, most_bytes: int) -> Lua:
+def cost_header_filter(*, most_bytes: int) -> Lua:
     """``most_bytes``: what Envoy buffers of an answer; it answers 500 to one that it should hold and is longer."""
     marks = {
         "@PROMPT_TOKENS@": PROMPT_TOKENS,
@@ -113,4 +113,4 @@ def cost_header(*, most_bytes: int) -> Lua:
         "@CURRENCY@": COST_CURRENCY,
         "@MOST_HELD@": str(min(_MOST_HELD_BYTES, most_bytes)),
     }
-    return lua(_SCRIPT, marks)
+    return lua_filter_config(_SCRIPT, marks)

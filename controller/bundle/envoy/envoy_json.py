@@ -27,7 +27,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.google.protobuf import Any
 from envoy_data_plane.message_pool import default_message_pool
 
-from extproc.api.addresses import parse_target
+from extproc.api.addresses import parse_envoy_upstream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -201,7 +201,7 @@ def envoy_address(text: str) -> Address:
     """``ip:port``, ``name:port`` or ``unix:path``."""
     if text.startswith("unix:"):
         return Address(pipe=Pipe(path=text.removeprefix("unix:")))
-    target = parse_target(text)
+    target = parse_envoy_upstream(text)
     return Address(socket_address=SocketAddress(address=target.host, port_value=target.port))
 
 

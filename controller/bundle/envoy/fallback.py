@@ -32,7 +32,7 @@ from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import duration, http_filter, to_plain
-from controller.bundle.envoy.lua import lua, lua_bool, lua_text
+from controller.bundle.envoy.lua import lua_bool, lua_filter_config, lua_string
 from controller.bundle.envoy.response_filters import redirect_status_matcher
 from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, retried_failures
 from extproc.wire_protocol import (
@@ -330,7 +330,7 @@ def model_name_filter(server: ModelServer, *, most_read: int) -> HttpFilter:
         "@COUNT@": "count_attempt(handle)" if most_read else "",
         "@READ@": "read_refusal(handle)" if most_read else "",
         "@WORDS@": ", ".join(_lua_words(one) for one in REFUSALS),
-        "@CLUSTER@": lua_text((SERVER_CLUSTER + server.metadata.key).encode()),
+        "@CLUSTER@": lua_string((SERVER_CLUSTER + server.metadata.key).encode()),
         "@REFUSED_FOR@": REFUSED_FOR,
         "@REFUSED@": REFUSED,
         "@ERRORS@": ERRORS,
@@ -341,9 +341,9 @@ def model_name_filter(server: ModelServer, *, most_read: int) -> HttpFilter:
         "@NAMESPACE@": ROUTE_NAMESPACE,
         "@SPLICE@": SPLICE,
         "@CLAMPS@": CLAMPS,
-        "@MODEL@": lua_text(msgspec.json.encode(server.spec.model)),
+        "@MODEL@": lua_string(msgspec.json.encode(server.spec.model)),
         "@SERVERS@": DEGRADED_SERVERS,
-        "@SERVER@": lua_text(server.metadata.key.encode()),
+        "@SERVER@": lua_string(server.metadata.key.encode()),
         "@DEGRADED@": DEGRADED,
         "@ATTEMPT@": ATTEMPT_NAMESPACE,
         "@KEYED@": KEYED,
@@ -354,7 +354,7 @@ def model_name_filter(server: ModelServer, *, most_read: int) -> HttpFilter:
         "@HAS_KEY@": lua_bool(value=server.spec.connection.has_key),
         "@LARGE@": str(_LARGE_BYTES),
     }
-    return http_filter("envoy.filters.http.lua", lua(_SCRIPT, marks))
+    return http_filter("envoy.filters.http.lua", lua_filter_config(_SCRIPT, marks))
 
 
 def _lua_words(one: FailureClass) -> str:

@@ -31,9 +31,9 @@ from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import Previ
 from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
 
 from controller.bundle.envoy.authentication import authentication_filters
-from controller.bundle.envoy.cost_header import cost_header
+from controller.bundle.envoy.cost_header import cost_header_filter
 from controller.bundle.envoy.envoy_json import PackedMessage, duration, http_filter, typed_extension
-from controller.bundle.envoy.extproc_bypass import CHANGES_FILTER, body_change_filter, body_reading_filter
+from controller.bundle.envoy.extproc_fail_open import CHANGES_FILTER, body_change_filter, body_reading_filter
 from controller.bundle.envoy.filter_conditions import request_has, skip_filter_if
 from controller.bundle.envoy.response_cache import response_copy_filter
 from controller.bundle.envoy.response_filters import redirect_refusal_filters
@@ -143,7 +143,7 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: FilterNeeds 
     hides = gateway.cached_tokens == "Hidden"
     if gateway.usage_log is not None and gateway.usage_log.cost_header:
         # responses pass the filters below first, which read the counts
-        chain.append(http_filter(_COST_FILTER, cost_header(most_bytes=int(gateway.max_body_size))))
+        chain.append(http_filter(_COST_FILTER, cost_header_filter(most_bytes=int(gateway.max_body_size))))
     chain += _usage_filters(prefix, hides_counts=hides, logs=logs)
     chain.extend(redirect_refusal_filters(model_paths=needs.model_paths))
     chain.append(http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
@@ -193,7 +193,7 @@ def extproc_service(
     )
 
 
-def extproc_filters(gateway: GatewayConfigSpec) -> tuple[str, ...]:
+def extproc_filter_names(gateway: GatewayConfigSpec) -> tuple[str, ...]:
     """The names of the filters that ask extproc: the second one asks again where the first got no decision.
 
     Envoy retries a stream until its first answer, that to the headers. Later the stream ends with its process, and the
@@ -206,7 +206,7 @@ def extproc_filters(gateway: GatewayConfigSpec) -> tuple[str, ...]:
 
 def _ask_extproc(gateway: GatewayConfigSpec) -> Iterator[HttpFilter]:
     yield http_filter(_EXTPROC_FILTER, _external_processor(gateway, passes_failures=True))
-    if _SECOND_EXTPROC_FILTER in extproc_filters(gateway):
+    if _SECOND_EXTPROC_FILTER in extproc_filter_names(gateway):
         again = _external_processor(gateway, passes_failures=gateway.failure_mode == "Open")
         # not where the first has brought a decision
         skipped = skip_filter_if(typed_extension(_EXTPROC_FILTER, again), request_has(SERVER_HEADER, ".+"))

@@ -52,7 +52,7 @@ from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentD
 
 from controller.bundle.envoy.clusters import backend_cluster_name, server_cluster_name
 from controller.bundle.envoy.envoy_json import duration, to_plain, to_resource
-from controller.bundle.envoy.extproc_bypass import CHANGES_FILTER, body_change_config
+from controller.bundle.envoy.extproc_fail_open import CHANGES_FILTER, body_change_config
 from controller.bundle.envoy.filters import BODY_FILTERS, CORS_FILTER, USAGE_FILTERS, processing_mode
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import configure_grpc, engine_retry_policy
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from controller.bundle.envoy.envoy_json import BuildMemo
-    from controller.bundle.envoy.virtual_hosts import Host
+    from controller.bundle.envoy.virtual_hosts import HostRoutes
     from extproc.api.grpc_route import GatewayApiRoute, GatewayApiRule
     from extproc.api.http_route import (
         BackendRef,
@@ -154,7 +154,7 @@ class BackendResolver:
 
 
 def http_routes(
-    host: Host, place: RuleLocation, backends: BackendResolver, memo: BuildMemo
+    host: HostRoutes, place: RuleLocation, backends: BackendResolver, memo: BuildMemo
 ) -> Iterator[dict[str, object]]:
     """The routes of ``host`` for HTTPRoutes and GRPCRoutes, in their order of precedence."""
     # the domain makes a difference to redirects alone: other routes are made once for all hosts

@@ -51,9 +51,9 @@ from controller.bundle.envoy.filters import NO_NEEDS, FilterNeeds, extproc_servi
 from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, has_mirror
-from controller.bundle.envoy.secrets import listener_socket
+from controller.bundle.envoy.secrets import listener_tls_socket
 from controller.bundle.envoy.tracing import TRACE_HEADERS, TRACE_PREFIXES, with_tracing
-from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FILE, is_translated
+from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FILE, needs_translation
 from controller.bundle.envoy.usage_log import usage_access_log
 from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.gateway_config import Listener, ListenerTls
@@ -172,7 +172,7 @@ def routes_files(snapshot: Snapshot) -> dict[str, str]:
         if view is not None
         for one in listener_groups(view.gateway)
     }
-    if is_translated(snapshot.servers):
+    if needs_translation(snapshot.servers):
         found[TRANSLATED_ROUTES_FILE] = f"http.{TRANSLATED}.rds.{TRANSLATED}"
     if has_mirror(snapshot.routes):
         found[MIRRORED_ROUTES_FILE] = f"http.{MIRRORED}.rds.{MIRRORED}"
@@ -271,7 +271,7 @@ def _filter_chain(group: ListenerGroup, directory: str) -> FilterChain:
         name=group.route_config_name,
         filters=[Filter(name=_MANAGER)],
         filter_chain_match=None if hostname is None else FilterChainMatch(server_names=[hostname.lower()]),
-        transport_socket=listener_socket(group.tls, directory),
+        transport_socket=listener_tls_socket(group.tls, directory),
         transport_socket_connect_timeout=duration(_HANDSHAKE_S),
     )
 

@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-def lua(script: str, marks: Mapping[str, str]) -> Lua:
+def lua_filter_config(script: str, marks: Mapping[str, str]) -> Lua:
     """The filter's configuration."""
-    return Lua(default_source_code=DataSource(inline_string=fill_marks(script, marks)))
+    return Lua(default_source_code=DataSource(inline_string=fill_placeholders(script, marks)))
 
 
-def fill_marks(script: str, marks: Mapping[str, str]) -> str:
+def fill_placeholders(script: str, marks: Mapping[str, str]) -> str:
     """``script`` with each mark replaced, in this order: what takes the place of one may have later ones in it."""
     for mark, text in marks.items():
         script = script.replace(mark, text)
     return script
 
 
-def lua_text(value: bytes) -> str:
+def lua_string(value: bytes) -> str:
     """Within quotation marks, whatever it has in it."""
     return "".join(f"\\{byte:03d}" for byte in value)
 

@@ -37,7 +37,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 
 from controller.bundle.envoy.clusters import server_cluster_name
 from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain
-from controller.bundle.envoy.extproc_bypass import (
+from controller.bundle.envoy.extproc_fail_open import (
     CHANGES_FILTER,
     FALLBACK_MODEL,
     FALLBACK_NAMESPACE,
@@ -47,7 +47,7 @@ from controller.bundle.envoy.fallback import fallback_retry_policy, route_across
 from controller.bundle.envoy.local_replies import anthropic_error_answer, error_answer
 from controller.bundle.envoy.mirror import has_mirror, mirrored_routes
 from controller.bundle.envoy.response_filters import redirect_status_matcher
-from controller.bundle.envoy.translation import is_translated, translator_route
+from controller.bundle.envoy.translation import needs_translation, translator_route
 from extproc.api.fallback import REFUSALS, attempts_route_name, retried_failures
 from extproc.api.model_server import TrafficPolicy
 from extproc.wire_protocol import (
@@ -93,15 +93,17 @@ def decided_routes(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object
     A route for each ModelServer would be scanned for each request, and repeated in each host. The last route matches
     ModelServers that extproc already uses and Envoy does not have yet.
     """
-    translated = [memo.get(translator_route)] if is_translated(snapshot.servers) else []
-    found = [*translated, *_with_fallbacks(snapshot, memo), *routes_by_policy(snapshot, memo)]
+    translated = [memo.get(translator_route)] if needs_translation(snapshot.servers) else []
+    found = [*translated, *_with_fallbacks(snapshot, memo), *decided_routes_by_policy(snapshot, memo)]
     return [*mirrored_routes(found), *found] if has_mirror(snapshot.routes) else found
 
 
-def routes_by_policy(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object]]:
+def decided_routes_by_policy(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object]]:
     """Those of requests that go to one ModelServer alone."""
     calls = has_grpc_servers(snapshot)
-    policies = {server.spec.traffic_policy.route: server.spec.traffic_policy for server in snapshot.servers}
+    policies = {
+        server.spec.traffic_policy.route_settings_text: server.spec.traffic_policy for server in snapshot.servers
+    }
     named = [memo.get(_decided, name, policies[name], calls) for name in sorted(policies) if name]
     return [*named, memo.get(_decided, "", _DEFAULT_POLICY, calls)]
 
@@ -167,7 +169,7 @@ def _decided(name: str, policy: TrafficPolicy, calls: bool) -> dict[str, object]
     return to_plain(Route(name=f"decided/{name or 'default'}", match=match, route=action))
 
 
-def default_retries() -> dict[str, object]:
+def default_retry_policy() -> dict[str, object]:
     """Of the host with ``routes_without_extproc``: thousands of routes, and most have these."""
     return to_plain(engine_retry_policy(_DEFAULT_POLICY.retry.attempts) or RetryPolicy(num_retries=0))
 

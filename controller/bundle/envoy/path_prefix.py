@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import ATTEMPT_NAMESPACE, HOST, PATH
-from controller.bundle.envoy.lua import lua, lua_text
+from controller.bundle.envoy.lua import lua_filter_config, lua_string
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,4 +51,6 @@ PATH_MARKS: Final[Mapping[str, str]] = MappingProxyType(
 
 def path_prefix_filter(prefix: str) -> HttpFilter:
     """The filter of a cluster of engines."""
-    return http_filter("attache.path_prefix", lua(_SCRIPT, {**PATH_MARKS, "@PREFIX@": lua_text(prefix.encode())}))
+    return http_filter(
+        "attache.path_prefix", lua_filter_config(_SCRIPT, {**PATH_MARKS, "@PREFIX@": lua_string(prefix.encode())})
+    )

@@ -22,7 +22,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 
 from controller.bundle.envoy.envoy_json import http_filter
 from controller.bundle.envoy.fallback import KEYED
-from controller.bundle.envoy.lua import lua, lua_bool, lua_set, lua_text
+from controller.bundle.envoy.lua import lua_bool, lua_filter_config, lua_set, lua_string
 from controller.bundle.envoy.path_prefix import PATH_MARKS, PATH_SCRIPT
 from controller.bundle.envoy.response_filters import REPLACING
 from controller.bundle.envoy.secrets import SECRETS_FOLDER
@@ -141,7 +141,7 @@ def provider_filter(server: ModelServer, provider: Provider) -> HttpFilter:
     apis = server.spec.apis or ()
     marks = {
         "@KEYS@": ", ".join(f'["{path}"] = "{header}"' for path, header in _key_headers(apis, provider)),
-        "@PATHS@": ", ".join(f'["{path}"] = "{lua_text(there.encode())}"' for path, there in _paths(apis, provider)),
+        "@PATHS@": ", ".join(f'["{path}"] = "{lua_string(there.encode())}"' for path, there in _paths(apis, provider)),
         "@QUERIES@": ", ".join(f'["{path}"] = "{query}"' for path, query in _queries(apis)),
         "@ASKED@": lua_set(_REQUEST_HEADERS),
         "@ANSWERED@": lua_set(_ANSWER_HEADERS),
@@ -155,15 +155,15 @@ def provider_filter(server: ModelServer, provider: Provider) -> HttpFilter:
         "@AUTHORIZATION@": _AUTHORIZATION,
         "@ANTHROPIC_VERSION@": ANTHROPIC_VERSION,
         "@VERSION@": DEFAULT_ANTHROPIC_VERSION,
-        "@AUTHORITY@": lua_text(provider.authority.encode()),
+        "@AUTHORITY@": lua_string(provider.authority.encode()),
         "@REFUSED_KEY@": _REFUSED_KEY,
         "@REDIRECTED@": _REDIRECTED,
         "@SWITCHED@": _SWITCHED,
         "@RETRY_AFTER@": RETRY_AFTER,
         "@PAUSES@": PAUSES_NAMESPACE,
-        "@SERVER@": lua_text(server.metadata.key.encode()),
+        "@SERVER@": lua_string(server.metadata.key.encode()),
     }
-    return http_filter("attache.provider", lua(_SCRIPT, marks))
+    return http_filter("attache.provider", lua_filter_config(_SCRIPT, marks))
 
 
 def request_signing_filter(provider: Provider, credentials: SecretSource | None, directory: str) -> HttpFilter:
@@ -234,4 +234,4 @@ def _errors(apis: Iterable[str]) -> str:
 
 
 def _entry(code: str, body: object) -> str:
-    return f'{code} = "{lua_text(msgspec.json.encode(body))}"'
+    return f'{code} = "{lua_string(msgspec.json.encode(body))}"'

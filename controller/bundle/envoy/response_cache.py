@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from controller.bundle.envoy.lua import lua
+from controller.bundle.envoy.lua import lua_filter_config
 from extproc.wire_protocol import (
     CACHE,
     CACHE_HEADER,
@@ -84,7 +84,7 @@ end
 
 def response_copy_filter() -> Lua:
     """Of a listener with a route that has a response cache."""
-    return lua(
+    return lua_filter_config(
         _SCRIPT,
         {
             "@NAMESPACE@": NAMESPACE,

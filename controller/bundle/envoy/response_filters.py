@@ -21,7 +21,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 
 from controller.bundle.envoy.envoy_json import http_filter, typed_extension
 from controller.bundle.envoy.filter_conditions import answer_has, request_has, skip_filter_if
-from controller.bundle.envoy.lua import lua, lua_text
+from controller.bundle.envoy.lua import lua_filter_config, lua_string
 from extproc.api.session_affinity import session_headers
 from extproc.wire_protocol import SERVED_HOST, SERVED_NAMESPACE, TEXT_ERROR_PATHS
 
@@ -134,14 +134,14 @@ def _script(texts: Sequence[str]) -> TypedExtensionConfig:
         "@REDIRECTED@": redirected,
         "@SWITCHED@": switched,
     }
-    return typed_extension("envoy.filters.http.lua", lua(_SCRIPT, marks))
+    return typed_extension("envoy.filters.http.lua", lua_filter_config(_SCRIPT, marks))
 
 
 def _object(code: str, message: str) -> str:
     """In OpenAI's form, and in Anthropic's."""
     error = {"message": message, "type": "server_error", "param": None, "code": code}
-    return lua_text(msgspec.json.encode({"type": "error", "error": error}))
+    return lua_string(msgspec.json.encode({"type": "error", "error": error}))
 
 
 def _text(_code: str, message: str) -> str:
-    return lua_text(msgspec.json.encode({"error": message}))
+    return lua_string(msgspec.json.encode({"error": message}))

@@ -22,12 +22,12 @@ from envoy_data_plane.envoy.config.route.v3 import (
 
 from controller.bundle.envoy.clusters import USAGE_CLUSTER
 from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain, to_resource
-from controller.bundle.envoy.extproc_bypass import rerouting_config
+from controller.bundle.envoy.extproc_fail_open import rerouting_config
 from controller.bundle.envoy.filters import (
     BODY_FILTERS,
     CORS_FILTER,
     HEALTH_FILTER,
-    extproc_filters,
+    extproc_filter_names,
     processing_mode,
 )
 from controller.bundle.envoy.http_routes import (
@@ -44,7 +44,7 @@ from controller.bundle.envoy.listeners import DEFAULT_LISTENER, listener_groups
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import (
     decided_routes,
-    default_retries,
+    default_retry_policy,
     grpc_routes,
     not_found_action,
     path_routes,
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 
     from controller.bundle.envoy.envoy_json import BuildMemo
     from controller.bundle.envoy.listeners import ListenerGroup
-    from controller.bundle.envoy.virtual_hosts import Host
+    from controller.bundle.envoy.virtual_hosts import HostRoutes
     from extproc.api.gateway_config import GatewayConfigSpec, Listener
     from extproc.api.model_route import ModelRoute
     from extproc.api.snapshot import Snapshot
@@ -173,7 +173,7 @@ class _ListenerGroup:
         # the port is not part of a host's name
         return {**_configuration(self._group.route_config_name, found), "ignore_port_in_host_matching": True}
 
-    def _host(self, host: Host) -> dict[str, object]:
+    def _host(self, host: HostRoutes) -> dict[str, object]:
         """First what HTTPRoutes match, then models; the rest is answered 404."""
         snapshot, name = self._snapshot, host.listener.name if self._are_named else None
         place = RuleLocation(
@@ -182,7 +182,7 @@ class _ListenerGroup:
             port=host.listener.public_port or parse_address(self._group.address)[1],
             is_tls=self._group.tls is not None,
             is_open=snapshot.gateway.failure_mode == "Open",
-            extproc_filters=extproc_filters(snapshot.gateway),
+            extproc_filters=extproc_filter_names(snapshot.gateway),
             logs_payloads=snapshot.gateway.payload_log is not None,
         )
         found = self._virtual_host(host.domain)
@@ -195,7 +195,7 @@ class _ListenerGroup:
             routes.extend({**one, "request_headers_to_remove": list(NOT_FOR_ENGINES)} for one in by_path)
             routes.extend(_call_routes(snapshot, self._memo))
             if name is not None:
-                config = self._memo.get(extproc_route_config, extproc_filters(snapshot.gateway), name)
+                config = self._memo.get(extproc_route_config, extproc_filter_names(snapshot.gateway), name)
                 found["typed_per_filter_config"] = {**_cors_config(snapshot.gateway), **config}
             routes.append(self._without_decision(host.listener))
         else:
@@ -223,7 +223,7 @@ class _ListenerGroup:
 
     def _refusal(self, status: int, message: str, code: str) -> dict[str, object]:
         gateway = self._snapshot.gateway
-        off = self._memo.get(no_inference_route_config, gateway.failure_mode == "Open", extproc_filters(gateway))
+        off = self._memo.get(no_inference_route_config, gateway.failure_mode == "Open", extproc_filter_names(gateway))
         return {**self._memo.get(_refusal, status, message, code), "typed_per_filter_config": off}
 
     def _virtual_host(self, domain: str) -> dict[str, object]:
@@ -235,7 +235,7 @@ def _unread(gateway: GatewayConfigSpec, listener: str | None) -> Configs:
     mode = processing_mode(reads_body=False, logs_payloads=gateway.payload_log is not None)
     return {
         **no_body_route_config(gateway.failure_mode == "Open"),
-        **extproc_route_config(extproc_filters(gateway), listener, mode=mode),
+        **extproc_route_config(extproc_filter_names(gateway), listener, mode=mode),
     }
 
 
@@ -258,7 +258,7 @@ def _fallback_host(
     host = _virtual_host(snapshot, name, name, removed=removed)
     # what none of them takes is answered 404 by Envoy itself
     host["routes"] = routes_without_extproc(snapshot, routes, memo)
-    host["retry_policy"] = memo.get(default_retries)
+    host["retry_policy"] = memo.get(default_retry_policy)
     return host
 
 
@@ -284,7 +284,7 @@ def _usage_routes(gateway: GatewayConfigSpec, memo: BuildMemo) -> list[dict[str,
     """Routes of reports, if there is a process that serves them. Callers are authenticated as for models."""
     if gateway.usage_log is None or gateway.usage_log.api is None:
         return []
-    off = memo.get(no_inference_route_config, gateway.failure_mode == "Open", extproc_filters(gateway))
+    off = memo.get(no_inference_route_config, gateway.failure_mode == "Open", extproc_filter_names(gateway))
     found = [memo.get(_usage_route, path, gateway.usage_log.api) for path in (USAGE_PATH, ORGANIZATION_PATH)]
     return [{**one, "typed_per_filter_config": off} for one in found]
 

@@ -89,17 +89,17 @@ class AwsCredentials(SecretSource, frozen=True):
         return f"{SECRETS_FOLDER}/{self.name}.ini"
 
 
-def certificate(files: CertificateFiles) -> Certificate:
+def certificate_secret(files: CertificateFiles) -> Certificate:
     """The secret of a certificate."""
     return Certificate(files.cert_file, files.key_file)
 
 
-def authorities(certificates: ClientCertificates) -> Authorities:
+def client_ca_secret(certificates: ClientCertificates) -> Authorities:
     """The secret by which clients' certificates are checked."""
     return Authorities(certificates.ca_file, certificates.crl_file)
 
 
-def engine_key(connection: EngineConnection) -> EngineKey:
+def engine_key_secret(connection: EngineConnection) -> EngineKey:
     """The secret with the engines' key."""
     return EngineKey(connection.api_key_file, connection.api_key_env)
 
@@ -110,7 +110,7 @@ def upstream_credentials(spec: ModelServerSpec) -> EngineKey | AwsCredentials | 
         return None
     if spec.provider is not None and spec.provider.signs_requests:
         return AwsCredentials(spec.connection.api_key_file or "")
-    return engine_key(spec.connection)
+    return engine_key_secret(spec.connection)
 
 
 def secret_sources(snapshot: Snapshot) -> tuple[SecretSource, ...]:
@@ -126,9 +126,9 @@ def listener_secrets(listener: Listener) -> Iterator[SecretSource]:
     if listener.tls is None:
         return
     for one in listener.tls.certificates:
-        yield certificate(one)
+        yield certificate_secret(one)
     if listener.tls.client_certificates is not None:
-        yield authorities(listener.tls.client_certificates)
+        yield client_ca_secret(listener.tls.client_certificates)
 
 
 def server_secrets(spec: ModelServerSpec) -> Iterator[SecretSource]:
@@ -141,7 +141,7 @@ def server_secrets(spec: ModelServerSpec) -> Iterator[SecretSource]:
     if connection.tls is None:
         return
     if connection.tls.client_certificate is not None:
-        yield certificate(connection.tls.client_certificate)
+        yield certificate_secret(connection.tls.client_certificate)
 
 
 def _engine_authorities(spec: ModelServerSpec) -> SecretSource | None:
@@ -170,17 +170,19 @@ def secret_file(source: SecretSource, content: Mapping[str, bytes]) -> str:
     return resources_file([{**to_resource(Secret(name=source.name)), kind: fields}])
 
 
-def listener_socket(tls: ListenerTls, directory: str) -> TransportSocket:
+def listener_tls_socket(tls: ListenerTls, directory: str) -> TransportSocket:
     """TLS of a listener. Of several certificates, Envoy chooses the one that matches the server name (SNI)."""
     common = CommonTlsContext(
         tls_params=TlsParameters(tls_minimum_protocol_version=_VERSIONS[tls.min_version]),
-        tls_certificate_sds_secret_configs=[secret_reference(certificate(one), directory) for one in tls.certificates],
+        tls_certificate_sds_secret_configs=[
+            secret_reference(certificate_secret(one), directory) for one in tls.certificates
+        ],
         alpn_protocols=list(_ALPN),
     )
     context = DownstreamTlsContext(common_tls_context=common)
     certificates = tls.client_certificates
     if certificates is not None:
-        common.validation_context_sds_secret_config = secret_reference(authorities(certificates), directory)
+        common.validation_context_sds_secret_config = secret_reference(client_ca_secret(certificates), directory)
         context.require_client_certificate = certificates.mode == "Require"
         # A resumed session is not checked again: a certificate that has been revoked since would still be good.
         context.disable_stateless_session_resumption = True
@@ -188,7 +190,7 @@ def listener_socket(tls: ListenerTls, directory: str) -> TransportSocket:
     return TransportSocket(name="envoy.transport_sockets.tls", typed_config=PackedMessage(context))
 
 
-def engine_socket(spec: ModelServerSpec, directory: str) -> TransportSocket | None:
+def engine_tls_socket(spec: ModelServerSpec, directory: str) -> TransportSocket | None:
     """TLS towards engines or a provider; None: plain HTTP. The SNI, which the certificate must match, is each
     endpoint's host name.
     """
@@ -201,7 +203,7 @@ def engine_socket(spec: ModelServerSpec, directory: str) -> TransportSocket | No
         )
     )
     if shown is not None:
-        common.tls_certificate_sds_secret_configs = [secret_reference(certificate(shown), directory)]
+        common.tls_certificate_sds_secret_configs = [secret_reference(certificate_secret(shown), directory)]
     trusted = _engine_authorities(spec)
     if trusted is not None:
         common.validation_context_sds_secret_config = secret_reference(trusted, directory)

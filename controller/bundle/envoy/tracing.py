@@ -46,7 +46,7 @@ from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentD
 from controller.bundle.envoy.authentication import server_tls
 from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, load_assignment
 from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain, to_resource, typed_extension
-from extproc.api.addresses import join_host_port, parse_target
+from extproc.api.addresses import join_host_port, parse_envoy_upstream
 from extproc.wire_protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
@@ -161,7 +161,7 @@ def _tracer(tracing: Tracing, clients: str) -> OpenTelemetryConfig:
             envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=COLLECTOR_CLUSTER), timeout=duration(_EXPORT_S)
         )
     else:
-        target = parse_target(tracing.endpoint)
+        target = parse_envoy_upstream(tracing.endpoint)
         scheme = "http" if tracing.tls is None else "https"
         uri = f"{scheme}://{join_host_port(target.host, target.port)}{TRACES_PATH}"
         config.http_service = HttpService(
@@ -197,7 +197,7 @@ def collector_clusters(tracing: Tracing | None) -> list[dict[str, object]]:
     """The cluster of the collector, as a resource of xDS; none without tracing."""
     if tracing is None:
         return []
-    target = parse_target(tracing.endpoint)
+    target = parse_envoy_upstream(tracing.endpoint)
     if tracing.protocol == "grpc":
         protocol = ExplicitHttp(http2_protocol_options=Http2ProtocolOptions())
     else:

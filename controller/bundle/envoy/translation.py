@@ -51,7 +51,7 @@ from controller.bundle.envoy.bootstrap import file_source
 from controller.bundle.envoy.clusters import socket_cluster
 from controller.bundle.envoy.envoy_json import duration, http_filter, to_plain
 from controller.bundle.envoy.inner_listeners import inner_listener
-from controller.bundle.envoy.lua import lua, lua_text
+from controller.bundle.envoy.lua import lua_filter_config, lua_string
 from controller.bundle.envoy.response_filters import redirect_refusal_filters
 from extproc.wire_protocol import (
     CUT_MARK,
@@ -119,7 +119,7 @@ end
 """
 
 
-def is_translated(servers: Iterable[ModelServer]) -> bool:
+def needs_translation(servers: Iterable[ModelServer]) -> bool:
     """Whether some request is."""
     return any(one.spec.accepts_translated for one in servers)
 
@@ -134,14 +134,14 @@ def translator_cluster(directory: str) -> dict[str, object]:
         "@DETAILS_KEY@": TRANSLATED_DETAILS,
         "@ATTEMPTS_KEY@": TRANSLATED_ATTEMPTS,
         "@CUT_KEY@": TRANSLATED_CUT,
-        "@MARK@": lua_text(CUT_MARK),
-        "@LATE@": lua_text(LIMIT_MARK),
+        "@MARK@": lua_string(CUT_MARK),
+        "@LATE@": lua_string(LIMIT_MARK),
         "@OUT_OF_TIME@": OUT_OF_TIME,
         "@HOST_KEY@": SERVED_HOST,
         "@SERVED@": SERVED_NAMESPACE,
     }
     filters = [
-        http_filter("envoy.filters.http.lua", lua(_SCRIPT, marks)),
+        http_filter("envoy.filters.http.lua", lua_filter_config(_SCRIPT, marks)),
         http_filter("envoy.filters.http.upstream_codec", UpstreamCodec()),
     ]
     options = UpstreamOptions(

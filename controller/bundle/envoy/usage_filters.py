@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from controller.bundle.envoy.extproc_bypass import FALLBACK_NAMESPACE
-from controller.bundle.envoy.lua import fill_marks, lua, lua_bool, lua_set
-from controller.bundle.envoy.response_model import response_model_script
+from controller.bundle.envoy.extproc_fail_open import FALLBACK_NAMESPACE
+from controller.bundle.envoy.lua import fill_placeholders, lua_bool, lua_filter_config, lua_set
+from controller.bundle.envoy.response_model_name import response_model_script
 from extproc.wire_protocol import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
@@ -605,7 +605,7 @@ def count_hiding_script(*, hides: bool, drops_details: bool) -> str:
         "@DROPS_DETAILS@": lua_bool(value=drops_details),
         "@REFUSAL@": json.dumps(_REFUSAL),
     }
-    return fill_marks(_HIDING, marks)
+    return fill_placeholders(_HIDING, marks)
 
 
 def _lua_of(script: str, marks: Mapping[str, str], *, logs: bool) -> Lua:
@@ -620,7 +620,7 @@ def _lua_of(script: str, marks: Mapping[str, str], *, logs: bool) -> Lua:
         "@USAGE_NAMESPACE@": USAGE_NAMESPACE,
         **marks,
     }
-    return lua(_LOGGING + script, marks)
+    return lua_filter_config(_LOGGING + script, marks)
 
 
 def responses_usage_filter(*, hides_counts: bool, logs: bool = False) -> Lua:

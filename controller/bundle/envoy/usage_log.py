@@ -18,7 +18,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import MetadataMatcher, MetadataMatc
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.envoy_json import PackedMessage, http_filter
-from controller.bundle.envoy.extproc_bypass import FALLBACK_MODEL, FALLBACK_NAMESPACE
+from controller.bundle.envoy.extproc_fail_open import FALLBACK_MODEL, FALLBACK_NAMESPACE
 from controller.bundle.envoy.local_replies import log_filter_when
 from controller.bundle.envoy.usage_filters import STARTED_US
 from extproc.wire_protocol import (

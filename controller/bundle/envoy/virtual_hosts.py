@@ -40,7 +40,7 @@ class RouteEntry(msgspec.Struct, frozen=True):
         return self.route.spec.rules[self.rule]
 
 
-class Host(msgspec.Struct, frozen=True):
+class HostRoutes(msgspec.Struct, frozen=True):
     """The requests to ``domain`` (``a.b``, ``*.b`` or ``*``) that fit no more specific host of the same address.
 
     ``listener``: the one that they belong to. ``entries``: the first that holds for a request decides.
@@ -53,7 +53,7 @@ class Host(msgspec.Struct, frozen=True):
 
 def virtual_hosts(
     listeners: Sequence[Listener], routes: Iterable[GatewayApiRoute], *, are_named: bool = True
-) -> list[Host]:
+) -> list[HostRoutes]:
     """The hosts of listeners that share an address, the most specific first.
 
     A request belongs to the listener with the most specific host name that fits it, and routes attached to that
@@ -71,7 +71,7 @@ def virtual_hosts(
     for domain in sorted(sorted(domains), key=_specificity, reverse=True):
         covering = [listener for listener in listeners if covers_domain(listener_domain(listener), domain)]
         listener = max(covering, key=lambda one: _specificity(listener_domain(one)))
-        hosts.append(Host(domain, listener, _entries(domain, indexed[listener.name])))
+        hosts.append(HostRoutes(domain, listener, _entries(domain, indexed[listener.name])))
     return hosts
 
 

@@ -56,7 +56,7 @@ class PolicyResult(msgspec.Struct, frozen=True):
 Policies = Mapping[str, PolicyResult]
 
 
-class PolicySet:
+class AccessPolicyCompiler:
     """All policies of a kind; ``compile_all`` compiles them again where they, or their targets, have changed."""
 
     def __init__(self, compile_all: Callable[[Iterable[SourceObject], PolicyTargets], Policies]) -> None:

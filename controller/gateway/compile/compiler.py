@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.gateway.compile.access_policies import PolicyResult, PolicySet, PolicyTargets, compile_policies
+from controller.gateway.compile.access_policies import (
+    AccessPolicyCompiler,
+    PolicyResult,
+    PolicyTargets,
+    compile_policies,
+)
 from controller.gateway.compile.deletion_grace import KINDS as GRACED_KINDS
 from controller.gateway.compile.deletion_grace import RESTRICTIONS, GracePeriods
 from controller.gateway.compile.gateway_api.compiler import GatewayApiCompiler
@@ -23,7 +28,7 @@ from controller.gateway.compile.gateway_api.object_cache import KINDS as GATEWAY
 from controller.gateway.compile.gateway_api.object_cache import ROUTES
 from controller.gateway.compile.gateway_config import GatewayConfigs, GatewayDocument, GatewayDocuments
 from controller.gateway.compile.model_routes import RouteResult, compile_routes
-from controller.gateway.compile.model_servers import ServerSet, empty_server
+from controller.gateway.compile.model_servers import ModelServerCompiler, empty_server
 from controller.gateway.compile.referenced_secrets import ReferencedKey, bounded_name
 from controller.gateway.compile.source_objects import SOURCE_KINDS, SourceObject, decode_source
 from controller.kube.conditions import (
@@ -118,17 +123,17 @@ class Compiler:
         self._usable: tuple[frozenset[str], bool] = frozenset(), False
         self._routes: Mapping[str, RouteResult] = {}
         self._routes_stale = True
-        self._policy_sets = {kind: PolicySet(compile_all) for kind, compile_all in _POLICIES.items()}
+        self._policy_sets = {kind: AccessPolicyCompiler(compile_all) for kind, compile_all in _POLICIES.items()}
         self._policies: Mapping[tuple[str, str], PolicyResult] = {}
         self._api = GatewayApiCompiler(settings, gateway, GatewayConfigs(self._sources["GatewayConfig"]))
         self._documents = GatewayDocuments(self._api.referenced_object)
-        self._servers = ServerSet(check_picker, self._api.referenced_object, networks)
+        self._servers = ModelServerCompiler(check_picker, self._api.referenced_object, networks)
         self._grace = GracePeriods(grace_s)
 
     def update_object(self, kind: str, key: str, thing: Mapping[str, Any] | None, now_s: float = 0.0) -> None:
         """An object as it is now; None: it is gone."""
         if thing is None and kind in RESTRICTIONS:
-            for ended in self._grace.restrict(kind, key, now_s):
+            for ended in self._grace.on_restriction_deleted(kind, key, now_s):
                 self._put_state(*ended, None)
         if kind == "Pod":
             self._servers.put_pod(key, thing)
@@ -167,7 +172,9 @@ class Compiler:
         statuses = {(one.kind, one.key): one for one in self._statuses(gateway, has_policies=has_policies)}
         pointers = self._api.referenced_keys() | self._servers.referenced_keys() | gateway.pointers
         refused = self._refusal(gateway) or directory_size_problem(files)
-        return CompileResult(files, statuses, refused, pointers, self._grace.objects_in_grace, self._grace.next_s)
+        return CompileResult(
+            files, statuses, refused, pointers, self._grace.objects_in_grace, self._grace.next_expiry_s
+        )
 
     def _put_source(self, kind: str, key: str, source: SourceObject | None, now_s: float) -> None:
         if kind in GRACED_KINDS:
@@ -178,7 +185,7 @@ class Compiler:
             return
         self._put_known(kind, key, source)
         if kind == "GatewayConfig":
-            self._api.gateway_configs_changed()
+            self._api.on_gateway_configs_changed()
 
     def _put_state(self, kind: str, key: str, state: GraceState | None) -> None:
         """What is served of a ModelRoute or a ModelServer."""
@@ -198,7 +205,7 @@ class Compiler:
         self, gateway: GatewayDocument, documents: Mapping[tuple[str, str], bytes]
     ) -> Iterator[tuple[str, bytes]]:
         """In writing order: referenced files precede those that refer to them."""
-        yield from self._api.files().items()
+        yield from self._api.certificate_files().items()
         yield from self._servers.connection_files()
         yield from self._servers.picker_files()
         yield GATEWAY_FILE, gateway.content
@@ -219,7 +226,7 @@ class Compiler:
         for key, route in self._routes.items():
             if route.document is not None:
                 yield ("ModelRoute", key), route.document
-        yield from self._api.routes()
+        yield from self._api.route_documents()
 
     def _has_steps(self) -> bool:
         """Whether the GatewayConfig in effect says where transformers and explainers call."""
@@ -251,7 +258,7 @@ class Compiler:
         named = {key for route in self._routes.values() for key in route.servers}
         for key, document in self._servers.documents(named.union(self._api.route_server_keys())):
             yield ("ModelServer", key), document
-        for kind, key, document in self._api.documents():
+        for kind, key, document in self._api.backend_documents():
             yield (kind, key), document
         for key in {key for route in self._routes.values() for key in route.missing}:
             yield ("ModelServer", key), empty_server(key)

@@ -43,7 +43,7 @@ class GraceState(msgspec.Struct, frozen=True, kw_only=True):
     held_until_s: float = math.inf
 
     @property
-    def next_s(self) -> float:
+    def next_expiry_s(self) -> float:
         """When the first of these times is over."""
         return min(self.gone_until_s, self.former_until_s, self.held_until_s)
 
@@ -121,7 +121,7 @@ class GracePeriods:
         self._set((kind, key), after)
         return after
 
-    def restrict(self, kind: str, key: str, now_s: float) -> list[Key]:
+    def on_restriction_deleted(self, kind: str, key: str, now_s: float) -> list[Key]:
         """One of ``RESTRICTIONS`` was deleted: nothing that is deleted shortly before or after it is served, which its
         authentication or policy does not guard any more. Kinds and keys of what is served no more.
         """
@@ -137,15 +137,15 @@ class GracePeriods:
     def advance(self, now_s: float) -> dict[Key, GraceState | None]:
         """What is served otherwise from now on, because a time is over."""
         self._closed = {name: until_s for name, until_s in self._closed.items() if until_s > now_s}
-        found = {one: state.after_expiry(now_s) for one, state in self._timed.items() if state.next_s <= now_s}
+        found = {one: state.after_expiry(now_s) for one, state in self._timed.items() if state.next_expiry_s <= now_s}
         for one, state in found.items():
             self._set(one, state)
         return found
 
     @property
-    def next_s(self) -> float:
+    def next_expiry_s(self) -> float:
         """When the next of all times is over; infinity if none runs."""
-        return min((one.next_s for one in self._timed.values()), default=math.inf)
+        return min((one.next_expiry_s for one in self._timed.values()), default=math.inf)
 
     @property
     def objects_in_grace(self) -> frozenset[Key]:
@@ -159,7 +159,7 @@ class GracePeriods:
         self._timed.pop(one, None)
         if state is not None:
             self._states[one] = state
-            if state.next_s < math.inf:
+            if state.next_expiry_s < math.inf:
                 self._timed[one] = state
 
     def _is_closed(self, namespace: str, now_s: float) -> bool:

@@ -17,18 +17,18 @@ import msgspec
 
 from controller.gateway.compile.compiler import file_name
 from controller.gateway.compile.model_servers import compile_picker
-from controller.gateway.compile.picker_mode import PICKER_FIELDS, PickerOutcome, PoolProblem
+from controller.gateway.compile.picker_mode import PICKER_FIELDS, InferencePoolResult, PoolProblem
 from controller.gateway.compile.pods import POD_LABEL
 from controller.gateway.compile.source_objects import decode_source
 from extproc.api.addresses import parse_endpoint
-from extproc.api.errors import ConfigInvalid, Mistake
+from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 from extproc.api.yaml_documents import Document, parse_document
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.gateway.compile.model_servers import CompiledPicker
+    from controller.gateway.compile.model_servers import CompiledPickerConfig
     from extproc.api.picker_config import EndpointPickerConfig, PickerCheck
 
 TYPES: Final = ("file-discovery", "multicluster-file-discovery")
@@ -149,7 +149,7 @@ class FilePoolCompiler:
         self._check_picker = check_picker
         self._problems: dict[str, PoolProblem] = {}
         # the last ones that could be used
-        self._picker: CompiledPicker | None = None
+        self._picker: CompiledPickerConfig | None = None
         self._endpoints: tuple[Mapping[str, Any], ...] | None = None
 
     def put_config(self, text: str | None) -> None:
@@ -195,10 +195,10 @@ class FilePoolCompiler:
         """Whether the endpoints could ever be read."""
         return self._endpoints is not None
 
-    def compile(self) -> PickerOutcome:
+    def compile(self) -> InferencePoolResult:
         """What the files come to."""
         if self._picker is None or self._endpoints is None:
-            return PickerOutcome(None, tuple(self._problems.values()))
+            return InferencePoolResult(None, tuple(self._problems.values()))
         spec = {**self._fields, "pickerConfig": self._picker.file, "endpoints": list(self._endpoints)}
         namespace, name = self._pool.split("/")
         spec.setdefault("model", name)
@@ -206,10 +206,10 @@ class FilePoolCompiler:
         source = decode_source({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": metadata, "spec": spec})
         if source.mistakes:
             problem = PoolProblem("PoolInvalid", source.mistakes_text())
-            return PickerOutcome(None, (*self._problems.values(), problem))
+            return InferencePoolResult(None, (*self._problems.values(), problem))
         files = {self._picker.file: self._picker.content, file_name("ModelServer", self._pool): source.document()}
         count = len(self._endpoints)
-        return PickerOutcome(files, tuple(self._all_problems()), count, count, notes=tuple(self._picker.notes))
+        return InferencePoolResult(files, tuple(self._all_problems()), count, count, notes=tuple(self._picker.notes))
 
     def _all_problems(self) -> Iterator[PoolProblem]:
         yield from self._problems.values()

@@ -12,12 +12,12 @@ import msgspec
 
 from controller.gateway.compile.access_policies import failure_mode
 from controller.gateway.compile.referenced_secrets import ReferencedKey, ReferencedObject
-from controller.gateway.compile.source_objects import SourceObject, to_bytes
+from controller.gateway.compile.source_objects import SourceObject, to_canonical_json
 from extproc.api import spec as patterns
 from extproc.api.addresses import parse_address
-from extproc.api.authentication import has_usable_key
+from extproc.api.authentication import jwks_has_usable_key
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.decode import decode, read_key_store
-from extproc.api.errors import ConfigInvalid
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.key_store import KEYS_FILE, KeyStoreSpec, to_json_fields
 from extproc.api.spec import API_VERSION, object_key
@@ -81,7 +81,7 @@ class SecretContent(msgspec.Struct, frozen=True):
     annotations: Mapping[str, str] = {}
 
 
-class Credentials(msgspec.Struct, frozen=True):
+class CompiledAuthentication(msgspec.Struct, frozen=True):
     """``authentication``: for the directory, as plain data. ``problems``: what could not be had, for the condition.
     ``cache_secret``: of the store of virtual keys.
     """
@@ -104,7 +104,7 @@ def referenced_secrets(authentication: Authentication | None, namespace: str) ->
 
 def resolve_gateway_config(
     given: Mapping[str, Any], decoded: Authentication, namespace: str, secrets: Mapping[str, SecretContent]
-) -> Credentials:
+) -> CompiledAuthentication:
     """``given``: the object's own, ``decoded``: the same as a struct. ``secrets``: those that are there, by key."""
     problems: list[str] = []
     found = {name: value for name, value in given.items() if name not in _RESOLVED}
@@ -129,15 +129,17 @@ def resolve_gateway_config(
                 continue
             keys += made
         virtual: dict[str, Any] = {} if decoded.virtual_keys is None else {"virtualKeys": {}}
-        return Credentials({**found, **virtual, "apiKeys": keys or [_NO_KEY]}, tuple(problems), store.cache_secret)
+        return CompiledAuthentication(
+            {**found, **virtual, "apiKeys": keys or [_NO_KEY]}, tuple(problems), store.cache_secret
+        )
     issuers = [
         issuer
         for plain, one in zip(given.get("jwt", ()), decoded.jwt, strict=True)
         if (issuer := _issuer(plain, one, namespace, secrets, problems)) is not None
     ]
     if decoded.jwt and not issuers:
-        return Credentials({**found, "apiKeys": [_NO_KEY]}, tuple(problems))
-    return Credentials({**found, "jwt": issuers} if issuers else found, tuple(problems))
+        return CompiledAuthentication({**found, "apiKeys": [_NO_KEY]}, tuple(problems))
+    return CompiledAuthentication({**found, "jwt": issuers} if issuers else found, tuple(problems))
 
 
 def _key_store(
@@ -209,7 +211,7 @@ def _issuer(
         return plain
     secret = secrets.get(object_key(namespace, ref.name))
     content = None if secret is None else secret.data.get(ref.key)
-    if content is None or not has_usable_key(content):
+    if content is None or not jwks_has_usable_key(content):
         what = "there is no" if secret is None else f"'{ref.key}' is no key set in"
         problems.append(f"{what} Secret {ref.name}; tokens of the issuer '{one.name}' are refused")
         return None
@@ -306,4 +308,4 @@ def _authentication(source: SourceObject | None) -> Authentication | None:
 
 
 def _document(source: SourceObject | None, spec: Mapping[str, Any]) -> bytes:
-    return to_bytes({**_DEFAULT, "spec": spec}) if source is None else source.document(spec)
+    return to_canonical_json({**_DEFAULT, "spec": spec}) if source is None else source.document(spec)

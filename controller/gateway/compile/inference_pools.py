@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 from extproc.api.yaml_documents import Document, parse_document
 
@@ -22,7 +22,7 @@ _LONGEST_NAME: Final = 253
 _ENDPOINT_FIELDS: Final = ("endpoints", "workloadSelector", "workloadPort")
 
 
-class PoolServer(msgspec.Struct, frozen=True):
+class PoolModelServer(msgspec.Struct, frozen=True):
     """``server``: a ModelServer object, as the API server would have it; None: the pool cannot be used, ``complaint``
     has the reason.
     """
@@ -49,7 +49,7 @@ def server_from_pool(
     prefix: str = PREFIX,
     picker_config: str | None = None,
     fields: Mapping[str, Any] = MappingProxyType({}),
-) -> PoolServer:
+) -> PoolModelServer:
     """The ModelServer whose endpoints are the ports of the pool's pods.
 
     ``pool``: an InferencePool, ``inference.networking.k8s.io/v1`` or ``inference.networking.x-k8s.io/v1alpha2``.
@@ -60,14 +60,14 @@ def server_from_pool(
     metadata, spec = pool["metadata"], pool.get("spec")
     settings = parse_pool_settings((metadata.get("annotations") or {}).get(SETTINGS, ""), f"annotation {SETTINGS}")
     if isinstance(settings, str):
-        return PoolServer(None, settings)
+        return PoolModelServer(None, settings)
     ports, labels = _ports(spec), _labels(spec)
     if not ports or not labels:
-        return PoolServer(None, "spec.selector or spec.targetPorts is empty; a pool needs both")
+        return PoolModelServer(None, "spec.selector or spec.targetPorts is empty; a pool needs both")
     name = prefix + metadata["name"]
     if len(name) > _LONGEST_NAME:
         longest = _LONGEST_NAME - len(prefix)
-        return PoolServer(None, f"its name has more than {longest} characters; choose a shorter one")
+        return PoolModelServer(None, f"its name has more than {longest} characters; choose a shorter one")
     content = {
         # what engines call the model; requests keep the name that the client wrote
         "model": metadata["name"],
@@ -80,7 +80,7 @@ def server_from_pool(
         content["pickerConfig"] = picker_config
     kept = ("namespace", "uid", "generation", "creationTimestamp")
     identity = {"name": name, **{field: metadata[field] for field in kept if field in metadata}}
-    return PoolServer({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": identity, "spec": content})
+    return PoolModelServer({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": identity, "spec": content})
 
 
 def parse_pool_settings(text: str, place: str) -> dict[str, Any] | str:

@@ -67,7 +67,7 @@ def compile_routes(
     # by listener and name
     owners: dict[tuple[str, str], str] = {}
     results = {}
-    for source in sorted(routes, key=lambda one: one.age):
+    for source in sorted(routes, key=lambda one: one.age_sort_key):
         problem = source.mistakes_text() or _repeated(source)
         if problem:
             results[source.key] = _refused(source, "Invalid", problem)

@@ -17,7 +17,7 @@ from controller.gateway.compile.referenced_secrets import (
     bounded_name,
     compile_connection,
 )
-from controller.gateway.compile.source_objects import SourceObject, decode_source, to_bytes
+from controller.gateway.compile.source_objects import SourceObject, decode_source, to_canonical_json
 from controller.kube.conditions import (
     IN_DIRECTORY,
     NO_MISTAKE,
@@ -26,10 +26,10 @@ from controller.kube.conditions import (
     condition_false,
     condition_true,
 )
-from extproc.api.addresses import NETWORKS, OF_CLUSTER, Network, is_guarded, is_in, parse_endpoint
+from extproc.api.addresses import NETWORKS, OF_CLUSTER, Network, is_in, is_local_or_metadata_host, parse_endpoint
+from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.config_loader import unexpected_error_mistake
 from extproc.api.decode import read_picker_file
-from extproc.api.errors import ConfigInvalid, Mistake
 from extproc.api.model_server import RETURNED, ModelServer, ModelServerSpec
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 
@@ -74,7 +74,7 @@ def endpoint_address_mistake(spec: ModelServerSpec, networks: Sequence[Network] 
     field = "endpoints" if spec.provider is None else "provider"
     for one in _addresses(spec):
         where = parse_endpoint(one)
-        if is_guarded(where.host):
+        if is_local_or_metadata_host(where.host):
             message = "is an address of the gateway's own pod or node, or of a cloud's metadata service"
             return f"{field}: {one} {message}, which objects of a cluster may not name; write one of an engine"
         if networks is not None and not (is_in(where.host, networks) if where.is_ip else networks):
@@ -90,7 +90,7 @@ def _addresses(spec: ModelServerSpec) -> Iterator[str]:
         yield from (one for one in (endpoint.address, endpoint.kv_events, endpoint.kv_replay) if one is not None)
 
 
-class CompiledPicker(msgspec.Struct, frozen=True, kw_only=True):
+class CompiledPickerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One ConfigMap. ``file`` and ``content``: what the directory has of it, if it can be used. ``problem``: why it
     cannot be; empty if it can. ``notes``: what of it has no effect.
     """
@@ -106,21 +106,21 @@ def picker_file_name(key: str) -> str:
     return bounded_name(f"picker.{key.replace('/', '.', 1)}", ".yaml")
 
 
-def compile_picker(key: str, thing: Mapping[str, Any], check: PickerCheck) -> CompiledPicker:
+def compile_picker(key: str, thing: Mapping[str, Any], check: PickerCheck) -> CompiledPickerConfig:
     """The EndpointPickerConfig in the ConfigMap ``key``, which has one key with one document."""
     name = picker_file_name(key)
     texts = list((thing.get("data") or {}).values())
     if len(texts) != 1:
-        return CompiledPicker(
+        return CompiledPickerConfig(
             file=name, problem=f"has {len(texts)} keys; give it one, whose text is an EndpointPickerConfig"
         )
     try:
         notes = tuple(check(read_picker_file(name, texts[0])))
     except ConfigInvalid as error:
-        return CompiledPicker(file=name, problem="; ".join(map(_mistake_text, error.mistakes)))
+        return CompiledPickerConfig(file=name, problem="; ".join(map(_mistake_text, error.mistakes)))
     except Exception as error:  # noqa: BLE001 - whatever a text does to a plugin, the others must be served
-        return CompiledPicker(file=name, problem=_mistake_text(unexpected_error_mistake(name, error)))
-    return CompiledPicker(file=name, content=texts[0].encode(), notes=notes)
+        return CompiledPickerConfig(file=name, problem=_mistake_text(unexpected_error_mistake(name, error)))
+    return CompiledPickerConfig(file=name, content=texts[0].encode(), notes=notes)
 
 
 def _mistake_text(mistake: Mistake) -> str:
@@ -144,7 +144,7 @@ class ServerResult(msgspec.Struct, frozen=True):
 def compile_server(
     grace: GraceState,
     pods: Iterable[Pod],
-    pickers: Mapping[str, CompiledPicker],
+    pickers: Mapping[str, CompiledPickerConfig],
     read: Read,
     *,
     networks: Sequence[Network] | None = None,
@@ -199,7 +199,7 @@ def compile_server(
 
 def _refusal(spec: ModelServerSpec, networks: Sequence[Network] | None) -> str:
     """Why objects of a cluster may not say this; empty if they may."""
-    if spec.connection.names_files:
+    if spec.connection.references_files_or_variables:
         return _FILES
     if spec.provider is not None and spec.provider.signs_requests and spec.connection.api_key_ref is None:
         return _OWN_IDENTITY
@@ -281,7 +281,7 @@ def _with_connection(resolved: WantedCondition, connection: ConnectionResult) ->
     return msgspec.structs.replace(connection.problem, message=f"{connection.problem.message}; {resolved.message}")
 
 
-def _resolved(name: str, picker: CompiledPicker | None) -> WantedCondition:
+def _resolved(name: str, picker: CompiledPickerConfig | None) -> WantedCondition:
     """Whether the ConfigMap ``name`` is there and can be used."""
     meanwhile = "the default picker is used until then"
     if picker is None:
@@ -308,7 +308,7 @@ def empty_server(key: str) -> bytes:
     name = key.removeprefix(f"{namespace}/")
     metadata = {"name": name, "namespace": namespace}
     spec = {"model": name, "endpoints": []}
-    return to_bytes({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": metadata, "spec": spec})
+    return to_canonical_json({"apiVersion": API_VERSION, "kind": "ModelServer", "metadata": metadata, "spec": spec})
 
 
 def _available(spec: ModelServerSpec, ready: int, draining: int, counted: int) -> WantedCondition:
@@ -355,7 +355,7 @@ def _document(source: SourceObject, content: Mapping[str, Any], networks: Sequen
     return source.document(content, {OF_CLUSTER: "true", **limited})
 
 
-class ServerSet:
+class ModelServerCompiler:
     """``put_...`` takes what changed, None for what is gone; ``compile`` brings ``results``, ``usable`` and ``calls``
     up to date.
 
@@ -371,7 +371,7 @@ class ServerSet:
         # keys of ModelServer objects that have the name of a pool's
         self._refused: dict[str, SourceObject] = {}
         self._pods = PodIndex()
-        self._pickers: dict[str, CompiledPicker] = {}
+        self._pickers: dict[str, CompiledPickerConfig] = {}
         self._stale: set[str] = set()
         self.results: dict[str, ServerResult] = {}
         # keys of those that have a document

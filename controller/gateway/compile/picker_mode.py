@@ -15,7 +15,7 @@ import msgspec
 
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.resource_types import ResourceStruct
-from controller.gateway.compile.inference_pools import KIND, PoolServer, server_from_pool
+from controller.gateway.compile.inference_pools import KIND, PoolModelServer, server_from_pool
 from controller.gateway.compile.model_servers import compile_picker, picker_file_name
 from controller.gateway.compile.source_objects import decode_source
 from extproc.api.picker_config import accept_any_plugins
@@ -47,7 +47,7 @@ class PoolProblem(msgspec.Struct, frozen=True):
     message: str
 
 
-class PickerOutcome(msgspec.Struct, frozen=True):
+class InferencePoolResult(msgspec.Struct, frozen=True):
     """``files``: the whole directory; None while there is nothing to serve. ``problems``: reported to the user.
     ``notes``: what of the EndpointPickerConfig has no effect.
     """
@@ -59,7 +59,7 @@ class PickerOutcome(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-class PickerCompiler:
+class InferencePoolCompiler:
     """``put`` takes what changed, ``compile`` gives the outcome.
 
     ``pool`` and ``picker_config`` (of a ConfigMap; None: the pool's annotation may name one): as ``namespace/name``.
@@ -111,23 +111,23 @@ class PickerCompiler:
         else:
             self._compiler.update_object(kind, key, thing)
 
-    def compile(self) -> PickerOutcome:
+    def compile(self) -> InferencePoolResult:
         """The directory and statuses for the current objects."""
         problems = [one for one in (self._pool_problem, self._rewrite_problem) if one is not None]
         problems += self._adopt()
         outcome = self._compiler.compile()
         status = outcome.statuses.get(("ModelServer", self._pool))
         if status is None:
-            return PickerOutcome(None, tuple(problems))
+            return InferencePoolResult(None, tuple(problems))
         # whether it is programmed follows from the others
         failed = [one for one in status.conditions if one.status == "False" and one.type != "Programmed"]
         problems += [PoolProblem(one.reason, one.message) for one in failed]
         # a process that starts waits for the EndpointPickerConfig that it is to run, rather than pick by another one
         if any(one.type in {"Programmed", "ResolvedRefs"} and one.status == "False" for one in status.conditions):
-            return PickerOutcome(None, tuple(problems))
+            return InferencePoolResult(None, tuple(problems))
         others = {picker_file_name(key) for key in self._pickers - {self._picker_of(self._server)}}
         files = {name: content for name, content in outcome.files.items() if name not in others}
-        return PickerOutcome(
+        return InferencePoolResult(
             files,
             tuple(problems),
             status.fields["endpoints"],
@@ -169,12 +169,12 @@ class PickerCompiler:
             return
         self._pool_problem, self._wanted = None, found.server
 
-    def _server_of(self, pool: Mapping[str, Any], rewrites: Mapping[str, Any]) -> PoolServer:
+    def _server_of(self, pool: Mapping[str, Any], rewrites: Mapping[str, Any]) -> PoolModelServer:
         """Without a server if its spec is invalid, too."""
         named = None if self._picker_config is None else self._picker_config.partition("/")[2]
         found = server_from_pool(pool, prefix="", picker_config=named, fields={**self._fields, **rewrites})
         complaint = "" if found.server is None else decode_source(found.server).mistakes_text()
-        return PoolServer(None, complaint) if complaint else found
+        return PoolModelServer(None, complaint) if complaint else found
 
     def _picker_of(self, server: Mapping[str, Any] | None) -> str:
         """``namespace/name`` of the ConfigMap that it names, empty if it names none."""

@@ -20,7 +20,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from controller.api.certificates import CertificateUnusable, default_aws_profile
+from controller.api.certificate_checks import CertificateUnusable, default_aws_profile
 from controller.kube.conditions import WantedCondition, condition_false
 from extproc.api.spec import object_key
 

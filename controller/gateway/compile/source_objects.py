@@ -10,9 +10,9 @@ from typing import Any, Final
 import msgspec
 
 from controller.kube.kinds import GATEWAY_KINDS
+from extproc.api.config_errors import Mistake
 from extproc.api.decode import Object as Decoded
 from extproc.api.decode import decode
-from extproc.api.errors import Mistake
 from extproc.api.spec import object_key
 from extproc.api.yaml_documents import Document
 
@@ -43,7 +43,7 @@ class SourceObject(msgspec.Struct, frozen=True, kw_only=True):
         return object_key(self.namespace, self.name)
 
     @property
-    def age(self) -> tuple[str, str]:
+    def age_sort_key(self) -> tuple[str, str]:
         """Sorts by age; of two that were made in one second, the first by name counts as older."""
         return self.created, self.key
 
@@ -63,7 +63,7 @@ class SourceObject(msgspec.Struct, frozen=True, kw_only=True):
         if annotations:
             metadata["annotations"] = dict(annotations)
         content = {"apiVersion": self.api_version, "kind": self.kind, "metadata": metadata}
-        return to_bytes({**content, "spec": self.spec if spec is None else spec})
+        return to_canonical_json({**content, "spec": self.spec if spec is None else spec})
 
 
 def decode_source(thing: Mapping[str, Any]) -> SourceObject:
@@ -73,7 +73,7 @@ def decode_source(thing: Mapping[str, Any]) -> SourceObject:
     identity = {"name": metadata["name"], "namespace": metadata.get("namespace", "default")}
     spec = thing.get("spec") or {}
     read = {"apiVersion": api_version, "kind": kind, "metadata": identity, "spec": spec}
-    decoded, mistakes = decode(Document("", to_bytes(read).decode(), is_json=True), listeners_may_come=True)
+    decoded, mistakes = decode(Document("", to_canonical_json(read).decode(), is_json=True), listeners_may_come=True)
     return SourceObject(
         kind=kind,
         namespace=identity["namespace"],
@@ -90,6 +90,6 @@ def decode_source(thing: Mapping[str, Any]) -> SourceObject:
     )
 
 
-def to_bytes(content: object) -> bytes:
+def to_canonical_json(content: object) -> bytes:
     """JSON, the same for equal content."""
     return msgspec.json.encode(content, order="deterministic")

@@ -24,10 +24,10 @@ from controller.kube.resources import (
     Resource,
 )
 from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
-from controller.models.model.pod_templates import ADAPTERS_FILE, cache_warmers, digest, model_infer_spec
+from controller.models.model.pod_templates import ADAPTERS_FILE, cache_warmers, model_infer_spec, short_digest
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
+from controller.models.runtimes.engine_settings import AGENT_PORT, model_format
 from controller.models.runtimes.prefill_connectors import gateway_connector
-from controller.models.runtimes.settings import AGENT_PORT, model_format
 from controller.models.runtimes.transformer_explainer import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, all_steps
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
@@ -63,12 +63,12 @@ def add_digest_annotation(thing: Object) -> Object:
     return {**thing, "metadata": metadata}
 
 
-def digest_of(thing: Object) -> str | None:
+def stamped_digest(thing: Object) -> str | None:
     """None if it was never stamped."""
     return (thing["metadata"].get("annotations") or {}).get(APPLIED)
 
 
-def is_settled(wanted: Object, found: Object, yields: Iterable[tuple[str, ...]]) -> bool:
+def is_up_to_date(wanted: Object, found: Object, yields: Iterable[tuple[str, ...]]) -> bool:
     """``wanted``: stamped. Fields of ``yields`` may have any value: others may own them."""
     wanted = without_paths(wanted, yields)
     owners = [one.get("uid") for one in found["metadata"].get("ownerReferences") or ()]
@@ -97,7 +97,7 @@ def may_be_at_zero(model: ResolvedModel, backend: Backend) -> bool:
     wanted, apart = model.spec.autoscaling, backend.disaggregation
     if wanted is None or model.spec.stop or not backend.target_names:
         return False
-    if apart is not None and apart.is_scaled:
+    if apart is not None and apart.is_scaled_by_stage:
         return apart.can_scale_to_zero and _least(model) == 0
     says_so = backend.min_replicas is None and model.to_zero is not None
     return wanted.scale_to_zero is not None or backend.min_replicas == 0 or says_so
@@ -292,7 +292,7 @@ def model_routes(model: ResolvedModel, weights: Mapping[str, int]) -> Iterator[t
 
 def alias_route(model: str, alias: str) -> str:
     """Aliases may have characters that names of objects must not."""
-    return f"{model}-alias-{digest(alias)}"
+    return f"{model}-alias-{short_digest(alias)}"
 
 
 def policy_spec(model: ResolvedModel) -> dict[str, Any] | None:
@@ -325,7 +325,7 @@ def _targets(model: ResolvedModel, backend: Backend) -> Iterator[dict[str, Any]]
         **({"accelerator": backend.accelerator} if backend.accelerator else {}),
     }
     apart = backend.disaggregation
-    if apart is not None and apart.is_scaled:
+    if apart is not None and apart.is_scaled_by_stage:
         stages = (("prefill", "Prefill", apart.prefill_bounds), ("decode", "Decode", apart.decode_bounds))
         for name, (role, stage, (least, most)) in zip(backend.target_names, stages, strict=True):
             bounds = {"minReplicas": 0 if may_be_at_zero(model, backend) else least, "maxReplicas": most}
@@ -337,7 +337,7 @@ def _targets(model: ResolvedModel, backend: Backend) -> Iterator[dict[str, Any]]
 
 def _ratio(backend: Backend) -> Iterator[dict[str, Any]]:
     apart = backend.disaggregation
-    if apart is not None and apart.is_scaled and apart.ratio is not None:
+    if apart is not None and apart.is_scaled_by_stage and apart.ratio is not None:
         prefill, decode = backend.target_names
         yield {"numerator": prefill, "denominator": decode, "min": apart.ratio.min, "max": apart.ratio.max}
 

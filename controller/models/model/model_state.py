@@ -24,17 +24,17 @@ from controller.kube.resources import (
     Resource,
 )
 from controller.models.runtimes import presets
-from controller.models.runtimes.layers import LayeredModel, NotMergeable, engine_config, merge_layers
-from controller.models.runtimes.presets import NotChosen, Preset, choose_preset
-from controller.models.runtimes.settings import (
+from controller.models.runtimes.config_layers import LayeredModel, NotMergeable, merge_engine_config, merge_layers
+from controller.models.runtimes.engine_settings import (
     BATCHED_PORT,
     EngineSettings,
-    Weights,
+    WeightsMount,
     model_format,
     repository_weights,
     unknown_settings,
     weights_from_uri,
 )
+from controller.models.runtimes.presets import Preset, PresetNotChosen, choose_preset
 from controller.models.runtimes.transformer_explainer import port_conflict, step_engine, steps_with_own_pods
 from controller.models.runtimes.validation import (
     FILE_PATHS,
@@ -64,7 +64,7 @@ MODEL: Final = "attache.dev/model"
 BACKEND: Final = "attache.dev/backend"
 # On pods that serve nothing: ``warm`` on those that fetch weights ahead.
 PURPOSE: Final = "attache.dev/purpose"
-_NO_WEIGHTS: Final = Weights("", (), (), is_downloaded=False)
+_NO_WEIGHTS: Final = WeightsMount("", (), (), is_downloaded=False)
 # Of manifests/gateway, in front of the gateways' listener of steps.
 STEPS_SERVICE: Final = "attache-gateway-steps"
 RoleName = Literal["engine", "prefill", "decode"]
@@ -149,7 +149,7 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     served_name: str
     format: ModelFormat
-    weights: Weights
+    weights: WeightsMount
     backends: tuple[ResolvedBackend, ...]
     to_zero: ScaleToZero | None = None
     steps: tuple[ResolvedBackend, ...] = ()
@@ -202,7 +202,7 @@ def resolve_model(observed: ModelState) -> ResolvedModel | Unresolved:
             else known
         )
         preset = choose_preset(backend, format_, fitting, spec.protocol)
-        if isinstance(preset, NotChosen):
+        if isinstance(preset, PresetNotChosen):
             return Unresolved(preset.reason, f"backend '{backend.name}': {preset.message}")
         made = _backend(
             layered, backend, preset, EngineSettings(**_common(served_name, weights, format_, preset, spec))
@@ -252,14 +252,14 @@ def _of_its_namespace(spec: ModelSpec, namespace: str) -> ModelSpec:
     return replace(spec, cache=replace(spec.cache, host_path=f"{spec.cache.host_path.rstrip('/')}/{namespace}"))
 
 
-def _common(name: str, weights: Weights, format_: ModelFormat, preset: Preset, spec: ModelSpec) -> dict[str, Any]:
+def _common(name: str, weights: WeightsMount, format_: ModelFormat, preset: Preset, spec: ModelSpec) -> dict[str, Any]:
     """What all engines of a backend have in common; its config follows."""
     return {
         "served_name": name,
         "path": weights.path,
         "format": format_,
         "port": preset.spec.port if spec.batching is None else BATCHED_PORT,
-        "protocol": preset.protocol(spec.protocol) or "OpenAI",
+        "protocol": preset.rest_protocol_for(spec.protocol) or "OpenAI",
         "grpc_port": preset.spec.grpc_port,
         "config": preset.spec.config,
         "has_adapters": bool(spec.adapters),
@@ -312,7 +312,7 @@ def _roles(layered: LayeredModel, backend: Backend, preset: Preset, base: Engine
     lower = (preset.raw_config, layered.config_of(backend.name))
     apart = backend.disaggregation
     if apart is None:
-        found = engine_config(*lower)
+        found = merge_engine_config(*lower)
         yield ResolvedRole("engine", 1, msgspec.structs.replace(base, config=found.config), found.pods)
         return
     counts: tuple[tuple[Literal["prefill", "decode"], int], ...] = (
@@ -320,6 +320,6 @@ def _roles(layered: LayeredModel, backend: Backend, preset: Preset, base: Engine
         ("decode", apart.decode),
     )
     for role, replicas in counts:
-        found = engine_config(*lower, layered.role_config_of(backend.name, role))
+        found = merge_engine_config(*lower, layered.role_config_of(backend.name, role))
         engine = msgspec.structs.replace(base, config=found.config, role=role, connector=apart.connector)
         yield ResolvedRole(role, replicas, engine, found.pods)

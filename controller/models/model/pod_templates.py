@@ -12,8 +12,8 @@ import msgspec
 from controller.api.crds.schema import to_plain
 from controller.kube.resources import DAEMON_SETS, JOBS, Resource
 from controller.models.model.model_state import BACKEND, MODEL, PURPOSE
-from controller.models.runtimes.layers import strategic_merge
-from controller.models.runtimes.settings import (
+from controller.models.runtimes.config_layers import strategic_merge
+from controller.models.runtimes.engine_settings import (
     AGENT_PORT,
     CACHE_PATH,
     MODEL_PATH,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from controller.api.serving_runtime import EngineConfig
     from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel, ResolvedRole
-    from controller.models.runtimes.settings import Node
+    from controller.models.runtimes.engine_settings import Node
 
 Plain = dict[str, Any]
 DOWNLOAD: Final = "download"
@@ -63,7 +63,7 @@ _METRICS_PORT: Final = 9006
 _HOLD: Final = ("--hold", f"--metrics=0.0.0.0:{_METRICS_PORT}")
 
 
-def digest(text: str) -> str:
+def short_digest(text: str) -> str:
     """Eight characters."""
     return sha256(text.encode()).hexdigest()[:8]
 
@@ -362,7 +362,7 @@ def cache_warmers(model: ResolvedModel, settings: ModelSettings) -> Iterator[tup
     if model.spec.cache.claim is not None:
         pod = {**_pod(model, settings), "restartPolicy": "OnFailure"}
         # a Job's template cannot change: another one has another name
-        name = f"{model.name}-{_WARM}-{digest(msgspec.json.encode(pod, order='sorted').decode())}"
+        name = f"{model.name}-{_WARM}-{short_digest(msgspec.json.encode(pod, order='sorted').decode())}"
         yield JOBS, name, {"backoffLimit": 6, "template": {"metadata": {"labels": {MODEL: model.name}}, "spec": pod}}
         return
     seen: list[object] = []

@@ -13,11 +13,11 @@ from controller.models.model.children import (
     ChildObject,
     add_digest_annotation,
     child_objects,
-    digest_of,
-    is_settled,
+    is_up_to_date,
     reported_start_times,
+    stamped_digest,
 )
-from controller.models.model.hosted_models import ASK_EACH_S, pods_hosting_models
+from controller.models.model.hosted_models_status import ASK_EACH_S, pods_hosting_models
 from controller.models.model.model_state import CHILDREN, ResolvedModel, Unresolved, resolve_model
 from controller.models.model.pod_templates import agent_images
 from controller.models.model.status import Owned, Status, model_status, ready_replicas, unresolved_status
@@ -75,7 +75,7 @@ def _stamped(child: ChildObject) -> ChildObject:
 
 def _is_applied(child: ChildObject, owned: Owned) -> bool:
     found = owned.get((child.resource.kind, _name(child.thing)))
-    return found is not None and digest_of(found) == digest_of(child.thing)
+    return found is not None and stamped_digest(found) == stamped_digest(child.thing)
 
 
 def _name(thing: Object) -> str:
@@ -98,7 +98,7 @@ def _applied(wanted: Sequence[ChildObject], owned: Owned, foreign: Owned) -> Ite
     for one in wanted:
         place = one.resource.kind, _name(one.thing)
         found = owned.get(place)
-        if place in foreign or (found is not None and is_settled(one.thing, found, one.yields)):
+        if place in foreign or (found is not None and is_up_to_date(one.thing, found, one.yields)):
             continue
         yield Apply(resource=one.resource, thing=one.thing, yields=one.yields)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from controller.kube.resources import key_of
-from controller.models.model.children import is_settled, traffic_weights
-from controller.models.model.hosted_models import failed_models, hosted_models_status
+from controller.models.model.children import is_up_to_date, traffic_weights
+from controller.models.model.hosted_models_status import failed_models, hosted_models_status
 from controller.models.model.model_state import BACKEND, PURPOSE
 from controller.models.model.pod_templates import DOWNLOAD, ENGINE, initial_replicas, why_no_warming
 from controller.models.runtimes.prefill_connectors import why_sidecar_needed
@@ -90,7 +90,7 @@ def current_condition(thing: Object, type_: str) -> Mapping[str, Any]:
 class BackendState(msgspec.Struct, frozen=True, kw_only=True):
     """``wanted``, ``there``, ``ready`` and ``updated``: replicas. ``is_current``: its ModelInfer has the Model's
     fields, and reports that it has applied them. ``is_blocked``: the new revision does not become ready.
-    ``is_scheduled``: a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer. ``roles``:
+    ``any_pod_scheduled``: a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer. ``roles``:
     engines of prefill and of decode; empty if they are not apart.
     """
 
@@ -192,7 +192,7 @@ def _failures(pod: Object) -> Iterator[PodFailure]:
         yield PodFailure(reason, f"pod {pod['metadata']['name']}, container {one.get('name')}: {', '.join(details)}")
 
 
-def is_scheduled(pods: Iterable[Object]) -> bool:
+def any_pod_scheduled(pods: Iterable[Object]) -> bool:
     """Whether any pod has a node."""
     return any(_condition(one, "PodScheduled").get("status") == "True" for one in pods)
 
@@ -320,7 +320,7 @@ def _state(
     failure = (failed.reason, failed.message) if failed is not None else None
     if infer is None:
         replicas = 0 if model.spec.stop else initial_replicas(made)
-        return BackendState(name=backend, wanted=replicas, is_scheduled=is_scheduled(mine), failure=failure)
+        return BackendState(name=backend, wanted=replicas, is_scheduled=any_pod_scheduled(mine), failure=failure)
     degraded = current_condition(infer, "Degraded")
     if degraded.get("status") == "True":
         # it has the log of the crashed container, which the status of a pod in back-off lacks
@@ -342,9 +342,9 @@ def _state(
         there=there,
         ready=int(status.get("readyReplicas") or 0),
         updated=int(status.get("updatedReplicas") or 0),
-        is_current=has_seen and child is not None and is_settled(child.thing, infer, child.yields),
+        is_current=has_seen and child is not None and is_up_to_date(child.thing, infer, child.yields),
         is_blocked=bool(reasons & _BLOCKED),
-        is_scheduled=is_scheduled(mine),
+        is_scheduled=any_pod_scheduled(mine),
         failure=failure,
         roles=status.get("roles") or () if made.backend.disaggregation is not None else (),
     )

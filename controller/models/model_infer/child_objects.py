@@ -58,7 +58,7 @@ def build_pod(place: PodPosition, revision: Revision, role: RoleRevision, ask: P
         names.MODEL_INFER: owner["name"],
         names.REVISION: revision.hash,
         names.ROLE_REVISION: role.hash,
-        names.GROUP_REVISION: names.group_revision(place.group, revision.hash),
+        names.GROUP_REVISION: names.group_revision_label(place.group, revision.hash),
         **place.labels,
         **ask.labels,
         **({names.SCALE_UNIT: "true"} if ask.is_scale_unit else {}),
@@ -241,8 +241,8 @@ def _scale(name: str, role: Role, target: DesiredState) -> Object:
 
 
 def _status(role: Role, groups: Sequence[Group], target: DesiredState, old: Object) -> dict[str, Any]:
-    staying = [one for one in groups if not one.is_going]
-    counts = [[each for each in one.replicas_of_role(role.name) if not each.is_going] for one in staying]
+    staying = [one for one in groups if not one.is_being_deleted]
+    counts = [[each for each in one.replicas_of_role(role.name) if not each.is_being_deleted] for one in staying]
     first = staying[0].ordinal if staying else 0
     return {
         "observedGeneration": old["metadata"].get("generation", 0),
@@ -255,7 +255,7 @@ def _status(role: Role, groups: Sequence[Group], target: DesiredState, old: Obje
 def new_revision(target: DesiredState) -> Iterator[Create]:
     """The ControllerRevision of the template, if there is none yet."""
     history = target.history
-    if not history.is_kept():
+    if not history.is_template_stored():
         number = history.newest_number() + 1
         thing = controller_revision(target.owner, target.spec.template, history.update.hash, number)
         yield Create(CONTROLLER_REVISIONS, thing)
@@ -277,13 +277,13 @@ def relabelled_pods(groups: Sequence[Group], wanted: PodChanges) -> Iterator[Ann
     """
     renamed = {pod.key: revision for pod, revision in wanted.renamed}
     for group in groups:
-        for pod in (each for one in group.replicas for each in one.live):
+        for pod in (each for one in group.replicas for each in one.live_pods):
             revision = renamed.get(pod.key, pod.revision)
             if not revision:
                 continue
             labels = {names.REVISION: revision}
             if _has_partners(group, revision, renamed):
-                labels[names.GROUP_REVISION] = names.group_revision(group.ordinal, revision)
+                labels[names.GROUP_REVISION] = names.group_revision_label(group.ordinal, revision)
             changed = {name: value for name, value in labels.items() if pod.labels.get(name) != value}
             if changed:
                 yield Annotate(PODS, pod.key, pod.uid, labels=changed)
@@ -294,12 +294,12 @@ def _has_partners(group: Group, revision: str, renamed: Mapping[str, str]) -> bo
     surplus: Counter[str] = Counter()
     for one in group.replicas:
         if one.is_ready:
-            is_of_it = all(renamed.get(pod.key, pod.revision) == revision for pod in one.live)
+            is_of_it = all(renamed.get(pod.key, pod.revision) == revision for pod in one.live_pods)
             surplus[one.place.role] += 1 if is_of_it else -1
     return min(surplus.values(), default=0) >= 0
 
 
-def revisions_wanted(groups: Sequence[Group], wanted: PodChanges) -> Mapping[int, Revision]:
+def revision_by_group(groups: Sequence[Group], wanted: PodChanges) -> Mapping[int, Revision]:
     """Of the groups that there are to be, made or not; those that go are not among them."""
     found = {one.place.group: one.revision for one in wanted.missing}
     for group in groups:
@@ -363,7 +363,9 @@ def group_events(
     new = {one.place.group: one.revision.hash for one in missing if one.place.group not in there}
     gone = {one.key for one in deleted}
     leaving = [
-        one.ordinal for one in groups if not one.is_going and all(pod.is_going or pod.key in gone for pod in one.pods)
+        one.ordinal
+        for one in groups
+        if not one.is_being_deleted and all(pod.is_going or pod.key in gone for pod in one.pods)
     ]
     if new:
         revisions = ", ".join(sorted({*new.values()}))

@@ -12,7 +12,7 @@ import msgspec
 
 from controller.api.common import ObjectMetadata, PodTemplate, Replicas, ShortName
 from controller.api.model_infer import ModelInfer, ModelInferSpec, Workers
-from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFERS, Object, seconds_of
+from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFERS, Object, parse_timestamp
 from controller.models.model_infer import names
 from controller.models.model_infer.pod_state import is_owned
 from extproc.api.quantities import decode_quantity
@@ -94,7 +94,7 @@ class RevisionHistory(msgspec.Struct, frozen=True, kw_only=True):
                     return revision, role
         return None
 
-    def is_kept(self) -> bool:
+    def is_template_stored(self) -> bool:
         """Whether the template has its ControllerRevision."""
         return self.update.hash in self.kept
 
@@ -183,7 +183,7 @@ def _read(thing: Object) -> Revision | None:
         number=int(thing.get("revision") or 0),
         key=f"{metadata.get('namespace', '')}/{metadata['name']}",
         uid=metadata.get("uid", ""),
-        since_s=seconds_of(annotations.get(names.ROLLED_OUT_SINCE) or metadata.get("creationTimestamp")) or 0.0,
+        since_s=parse_timestamp(annotations.get(names.ROLLED_OUT_SINCE) or metadata.get("creationTimestamp")) or 0.0,
         failed=names.FAILED in annotations,
         reached=names.REACHED in annotations,
     )
@@ -244,12 +244,12 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.owner["metadata"]["uid"])
 
     @property
-    def first_updated(self) -> int:
+    def first_updated_ordinal(self) -> int:
         """Groups with a lower ordinal keep the current revision."""
         return round_percent_up(self.spec.rollout.partition, self.spec.replicas)
 
     @property
-    def groups(self) -> int:
+    def group_count(self) -> int:
         """That should have pods: none while all roles are scaled to 0."""
         return self.spec.replicas if any(self.replicas_of(self.goal, one.name) for one in self.goal.roles) else 0
 
@@ -273,7 +273,7 @@ def desired_state(observed: ModelInferState, spec: ModelInferSpec, now_s: float)
     thing = observed.thing
     uid = thing["metadata"]["uid"]
     history = revision_history(spec.template, [one for one in observed.revisions if is_owned(one, uid)])
-    is_restarted = history.is_kept() and _is_restarted(thing, history.update, spec)
+    is_restarted = history.is_template_stored() and _is_restarted(thing, history.update, spec)
     if is_restarted:
         begun = msgspec.structs.replace(history.update, since_s=now_s, failed=False, reached=False)
         history = msgspec.structs.replace(history, update=begun)

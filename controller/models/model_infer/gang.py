@@ -15,9 +15,9 @@ from controller.kube.resources import SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, 
 from controller.models.model_infer import names
 from controller.models.model_infer.desired_state import owner_reference
 from controller.models.model_infer.pod_changes import MissingPod
+from controller.models.model_infer.pod_removal import pod_deletion
 from controller.models.model_infer.pod_state import is_owned
 from controller.models.model_infer.recovery import FORGOTTEN_AFTER_S, NO_ROOM, RecoveryAttempt, recorded_attempts
-from controller.models.model_infer.removal import deletion
 from controller.models.model_infer.status import DegradedReason
 from extproc.api.spec import requirement_holds
 
@@ -55,7 +55,7 @@ def _written(amount: float) -> str:
     return str(thousandths // 1000) if thousandths % 1000 == 0 else f"{thousandths}m"
 
 
-class NodePlacement:
+class PodPlacer:
     """Free resources of nodes, minus those of placed pods. Pods are placed largest first, each on the first node that
     fits.
     """
@@ -133,7 +133,7 @@ def _holds(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     return requirement_holds(key, str(operator), values, labels)
 
 
-class GangMarks(msgspec.Struct, frozen=True):
+class GangMetadata(msgspec.Struct, frozen=True):
     """Labels and annotations by which a scheduler identifies a pod's group."""
 
     labels: Mapping[str, str] = {}
@@ -158,22 +158,22 @@ def _queue(target: DesiredState) -> str:
     return str((target.owner["metadata"].get("labels") or {}).get(_KUEUE_QUEUE, ""))
 
 
-def gang_marks(place: PodPosition, revision: Revision, target: DesiredState, form: Form | None) -> GangMarks:
+def gang_marks(place: PodPosition, revision: Revision, target: DesiredState, form: Form | None) -> GangMetadata:
     """Of one pod."""
     name = names.pod_group_name(target.name, place.group)
     match form:
         case "Kueue":
             count = len(gang_pod_specs(revision, target, everything=True))
-            return GangMarks(
+            return GangMetadata(
                 {_KUEUE_QUEUE: _queue(target), "kueue.x-k8s.io/pod-group-name": name},
                 {"kueue.x-k8s.io/pod-group-total-count": str(count), "kueue.x-k8s.io/pod-group-serving": "true"},
             )
         case "Volcano":
             task = f"{place.role}-{place.replica}"
-            return GangMarks({}, {"scheduling.k8s.io/group-name": name, "volcano.sh/task-spec": task})
+            return GangMetadata({}, {"scheduling.k8s.io/group-name": name, "volcano.sh/task-spec": task})
         case "SchedulerPlugins":
-            return GangMarks({"scheduling.x-k8s.io/pod-group": name})
-    return GangMarks()
+            return GangMetadata({"scheduling.x-k8s.io/pod-group": name})
+    return GangMetadata()
 
 
 def gang_pod_specs(revision: Revision, target: DesiredState, *, everything: bool = False) -> list[Mapping[str, Any]]:
@@ -338,11 +338,11 @@ def _held(
     for one in missing:
         by_group[one.place.group].append(one)
     waits = {one.name: one.at_s + one.wait_s for one in attempts}
-    places = None if observed.node_capacities is None else NodePlacement(observed.node_capacities)
+    places = None if observed.node_capacities is None else PodPlacer(observed.node_capacities)
     if places is not None:
         for pod in (pod for group in groups for pod in group.pods if pod.is_waiting):
             places.place_all([pod.thing.get("spec") or {}])
-    begun = {one.ordinal for one in groups if not one.is_going}
+    begun = {one.ordinal for one in groups if not one.is_being_deleted}
     # what an autoscaler adds to a group that serves waits for nothing else, and nothing for it
     growing = {one.ordinal for one in groups if one.is_serving and not one.is_ready}
     made: list[MissingPod] = []
@@ -388,7 +388,7 @@ def _given_up(
             times.append(since_s + gang.timeout)
             continue
         ordinals.add(group.ordinal)
-        deleted += [deletion(one, observed.lost_nodes) for one in group.pods if not one.is_going]
+        deleted += [pod_deletion(one, observed.lost_nodes) for one in group.pods if not one.is_going]
         old = before.get(_name(group.ordinal))
         attempts.append(
             RecoveryAttempt(name=_name(group.ordinal), count=old.count + 1 if old else 1, at_s=now_s, reason=NO_ROOM)
@@ -419,7 +419,9 @@ def _incomplete_since(group: Group, target: DesiredState) -> float | None:
         count = target.replicas_of(group.revision, role.name)
         needed = 0 if role.name in later else min(count, gang.min_role_replicas.get(role.name, count))
         placed = [
-            one for one in group.replicas_of_role(role.name) if one.live and not any(pod.is_waiting for pod in one.live)
+            one
+            for one in group.replicas_of_role(role.name)
+            if one.live_pods and not any(pod.is_waiting for pod in one.live_pods)
         ]
         if len(placed) < needed:
             return min(waiting)

@@ -49,7 +49,7 @@ class RemovalCandidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.is_draining or self.is_going
 
 
-class SizeBounds(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutBounds(msgspec.Struct, frozen=True, kw_only=True):
     """``wanted``: members. ``max_unavailable`` and ``max_surge``: as numbers. ``is_moving``: outdated members become
     new.
     ``keeps_old_below``: new members with a lower ordinal are of the old revision.
@@ -62,7 +62,7 @@ class SizeBounds(msgspec.Struct, frozen=True, kw_only=True):
     keeps_old_below: int = 0
 
     @property
-    def unavailable(self) -> int:
+    def effective_max_unavailable(self) -> int:
         """Without any surge, one may be missing: otherwise nothing could ever change."""
         return self.max_unavailable if self.max_unavailable + self.max_surge else 1
 
@@ -80,7 +80,7 @@ class GroupChanges(msgspec.Struct, frozen=True, kw_only=True):
     chosen: frozenset[int] = frozenset()
 
 
-def group_changes(members: Sequence[RemovalCandidate], size: SizeBounds) -> GroupChanges:
+def group_changes(members: Sequence[RemovalCandidate], size: RolloutBounds) -> GroupChanges:
     """These changes never exceed ``wanted`` plus the surge, and never leave fewer ready members than ``wanted -
     max_unavailable``: members that are not ready are removed first, and count as unavailable.
     """
@@ -98,7 +98,7 @@ def group_changes(members: Sequence[RemovalCandidate], size: SizeBounds) -> Grou
     )
 
 
-def _extra(members: Sequence[RemovalCandidate], size: SizeBounds) -> int:
+def _extra(members: Sequence[RemovalCandidate], size: RolloutBounds) -> int:
     """Members in excess. While the rollout pauses, those of the new revision stay in addition to the old."""
     old = [one for one in members if one.is_outdated and not one.is_leaving]
     if not old:
@@ -136,18 +136,18 @@ def _chosen(members: Sequence[RemovalCandidate], victims: Sequence[RemovalCandid
     return frozenset(one.ordinal for one in equals) if fresh and len(fresh) < len(equals) else frozenset()
 
 
-def _replaced(members: Sequence[RemovalCandidate], size: SizeBounds, total: int) -> tuple[frozenset[int], int]:
+def _replaced(members: Sequence[RemovalCandidate], size: RolloutBounds, total: int) -> tuple[frozenset[int], int]:
     """The outdated members that are removed and recreated in place, and how many more changes may be in progress."""
     old = [one for one in members if one.is_outdated]
     fresh = [one for one in members if not one.is_outdated]
     missing = max(0, total - len(members))
     ready = len([one for one in members if one.is_ready])
     under_way = [one for one in fresh if not one.is_ready] + [one for one in old if one.is_leaving]
-    slots = size.unavailable + size.max_surge - len(under_way)
+    slots = size.effective_max_unavailable + size.max_surge - len(under_way)
     if not size.is_moving:
         return frozenset(), slots
     replaced = [one for one in old if one.is_leaving]
-    budget, left = ready - (size.wanted - size.unavailable), slots - missing
+    budget, left = ready - (size.wanted - size.effective_max_unavailable), slots - missing
     for one in sorted((one for one in old if not one.is_leaving), key=lambda one: (one.is_ready, -one.ordinal)):
         if left <= 0 or (one.is_ready and budget <= 0):
             break
@@ -157,7 +157,7 @@ def _replaced(members: Sequence[RemovalCandidate], size: SizeBounds, total: int)
 
 
 def _made(
-    members: Sequence[RemovalCandidate], total: int, slots: int, size: SizeBounds
+    members: Sequence[RemovalCandidate], total: int, slots: int, size: RolloutBounds
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The lowest free ordinals. Beside old members, no more new ones than may be under way: a revision that never
     becomes ready must not take the place of all that fails meanwhile.
@@ -189,32 +189,32 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
     @property
-    def live(self) -> list[Pod]:
+    def live_pods(self) -> list[Pod]:
         """Pods that are not being deleted."""
         return [one for one in self.pods if not one.is_going]
 
     @property
-    def is_going(self) -> bool:
+    def is_being_deleted(self) -> bool:
         """All of it is being deleted."""
-        return not self.live
+        return not self.live_pods
 
     @property
     def role_revision(self) -> str:
         """Empty where its pods are not of one."""
-        found = {one.role_revision for one in self.live or self.pods}
+        found = {one.role_revision for one in self.live_pods or self.pods}
         return found.pop() if len(found) == 1 else ""
 
     @property
     def is_draining(self) -> bool:
         """Its entry pod gets no new requests."""
-        return any(one.draining_at_s is not None for one in self.live if one.place.index == 0)
+        return any(one.draining_at_s is not None for one in self.live_pods if one.place.index == 0)
 
     @property
     def is_ready(self) -> bool:
         """It serves: whole, of one revision, ready in all pods, and not about to go."""
         return (
             bool(self.role_revision)
-            and len(self.live) == len(self.pods) == self.size
+            and len(self.live_pods) == len(self.pods) == self.size
             and all(one.is_ready for one in self.pods)
             and not self.is_draining
         )
@@ -239,14 +239,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return [pod for one in self.replicas for pod in one.pods]
 
     @property
-    def is_going(self) -> bool:
+    def is_being_deleted(self) -> bool:
         """All of it is being deleted."""
-        return all(one.is_going for one in self.replicas)
+        return all(one.is_being_deleted for one in self.replicas)
 
     @property
     def is_draining(self) -> bool:
         """No part of it gets new requests."""
-        live = [one for one in self.replicas if not one.is_going]
+        live = [one for one in self.replicas if not one.is_being_deleted]
         return bool(live) and all(one.is_draining for one in live)
 
     def replicas_of_role(self, role: str) -> list[Replica]:
@@ -319,7 +319,7 @@ def group_candidate(
         is_ready=group.is_ready and not group.is_draining,
         is_outdated=is_outdated,
         is_draining=group.is_draining,
-        is_going=group.is_going,
+        is_going=group.is_being_deleted,
         is_protected=is_protected,
         cost=sum(one.deletion_cost for one in group.pods),
         in_flight=_sum([loads.get(one.key) for one in entry_pods(group.replicas)], "in_flight"),
@@ -335,7 +335,7 @@ def replica_candidate(replica: Replica, loads: Mapping[str, PodLoad], *, is_outd
         is_ready=replica.is_ready,
         is_outdated=is_outdated,
         is_draining=replica.is_draining,
-        is_going=replica.is_going,
+        is_going=replica.is_being_deleted,
         cost=sum(one.deletion_cost for one in replica.pods),
         in_flight=_sum(found, "in_flight"),
         cached_tokens=_sum(found, "cached_tokens"),

@@ -28,8 +28,8 @@ class NodeCapacity(msgspec.Struct, frozen=True, kw_only=True):
     taints: Sequence[Object] = ()
 
 
-class PodGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """Which kinds of gang scheduling the cluster has: the API server serves these PodGroups, or Kueue's Workloads."""
+class GangSchedulingApis(msgspec.Struct, frozen=True, kw_only=True):
+    """Which kinds of gang scheduling the cluster has: the API server serves these GangSchedulingApis, or Kueue's Workloads."""
 
     volcano: bool = False
     scheduler_plugins: bool = False
@@ -56,4 +56,4 @@ class ModelInferState(msgspec.Struct, frozen=True, kw_only=True):
     loads: Mapping[str, PodLoad] = {}
     loads_asked_of: frozenset[str] = frozenset()
     log_tails: Mapping[str, str] = {}
-    gang: PodGroups = PodGroups()
+    gang: GangSchedulingApis = GangSchedulingApis()

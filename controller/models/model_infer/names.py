@@ -58,7 +58,7 @@ class PodPosition(msgspec.Struct, frozen=True, order=True):
         return {**found, ENTRY: "true"} if self.index == 0 else found
 
 
-def pod_identity(found: Mapping[str, str]) -> PodPosition | None:
+def position_from_labels(found: Mapping[str, str]) -> PodPosition | None:
     """The place that a pod's labels name, None if they name none."""
     try:
         numbers = [int(found[one]) for one in (GROUP, ROLE_REPLICA, WORKER_INDEX)]
@@ -78,7 +78,7 @@ def service_name(owner: str, place: PodPosition) -> str:
     return f"{owner}-{place.group}-{place.role}-{place.replica}"
 
 
-def group_revision(group: int, revision: str) -> str:
+def group_revision_label(group: int, revision: str) -> str:
     """``0-5f1c09aa3e``: the value of the label ``GROUP_REVISION``."""
     return f"{group}-{revision}"
 

@@ -12,7 +12,7 @@ from controller.models.model_infer.desired_state import Revision, RoleRevision, 
 from controller.models.model_infer.groups import (
     GroupChanges,
     Replica,
-    SizeBounds,
+    RolloutBounds,
     entry_pods,
     group_candidate,
     group_changes,
@@ -68,7 +68,7 @@ def merge_changes(found: Iterable[PodChanges]) -> PodChanges:
 def remove_replicas(replicas: Sequence[Replica]) -> PodChanges:
     """All of these go."""
     return PodChanges(
-        leaving=tuple(one for one in replicas if not one.is_going),
+        leaving=tuple(one for one in replicas if not one.is_being_deleted),
         unwanted=frozenset(one.place for one in replicas),
     )
 
@@ -95,9 +95,11 @@ def create_group(ordinal: int, revision: Revision, target: DesiredState) -> PodC
 
 def keep_group_revision(group: Group, target: DesiredState, observed: ModelInferState) -> PodChanges:
     """A group that keeps its revision: only the number of replicas changes, and missing pods are recreated."""
-    if group.is_going:
+    if group.is_being_deleted:
         return PodChanges()
-    sizes = {one.name: SizeBounds(wanted=target.replicas_of(group.revision, one.name)) for one in group.revision.roles}
+    sizes = {
+        one.name: RolloutBounds(wanted=target.replicas_of(group.revision, one.name)) for one in group.revision.roles
+    }
     return _changed(group, group.revision, sizes, target, observed)
 
 
@@ -123,16 +125,16 @@ def update_group_revision(
     )
     roles = {one.name: one for one in target.spec.template.roles}
     ahead = _ahead(group, goal, target, outdated)
-    sizes: dict[str, SizeBounds] = {}
+    sizes: dict[str, RolloutBounds] = {}
     for one in goal.roles:
         wanted = target.replicas_of(goal, one.name)
         unavailable, surge = rollout_bounds(roles.get(one.name), wanted)
         if not may_drop:
             unavailable, surge = 0, max(surge, least_surge)
         moves = is_moving and one.name not in ahead and unavailable + surge > 0
-        sizes[one.name] = SizeBounds(wanted=wanted, max_unavailable=unavailable, max_surge=surge, is_moving=moves)
+        sizes[one.name] = RolloutBounds(wanted=wanted, max_unavailable=unavailable, max_surge=surge, is_moving=moves)
     found = _changed(group, goal, sizes, target, observed, outdated)
-    unchanged = [pod for one in group.replicas if one.place not in outdated for pod in one.live]
+    unchanged = [pod for one in group.replicas if one.place not in outdated for pod in one.live_pods]
     renamed = tuple((one, goal.hash) for one in unchanged if one.revision != goal.hash and goal.role(one.place.role))
     return msgspec.structs.replace(found, renamed=renamed)
 
@@ -175,7 +177,7 @@ def _is_ahead(name: str, done: Mapping[str, int], wanted: Mapping[str, int], ske
 def _changed(
     group: Group,
     revision: Revision,
-    sizes: Mapping[str, SizeBounds],
+    sizes: Mapping[str, RolloutBounds],
     target: DesiredState,
     observed: ModelInferState,
     outdated: frozenset[object] = frozenset(),
@@ -226,7 +228,7 @@ def _missing_of(replica: Replica, revision: Revision, history: RevisionHistory) 
     name is in use, and new workers must not connect to the old entry pod.
     """
     found = history.with_role(replica.role_revision, revision)
-    if found is None or len(replica.live) != len(replica.pods):
+    if found is None or len(replica.live_pods) != len(replica.pods):
         return []
     there = {one.place.index for one in replica.pods}
     whole = missing_pods(replica.place.group, *found, replica.place.replica)
@@ -234,17 +236,17 @@ def _missing_of(replica: Replica, revision: Revision, history: RevisionHistory) 
 
 
 def _unasked(replicas: Sequence[Replica], observed: ModelInferState) -> frozenset[str]:
-    return without_load_report([one.key for one in entry_pods(replicas)], observed.loads, observed.loads_asked_of)
+    return keys_to_query_load([one.key for one in entry_pods(replicas)], observed.loads, observed.loads_asked_of)
 
 
-def without_load_report(keys: Sequence[str], loads: Mapping[str, PodLoad], asked: frozenset[str]) -> frozenset[str]:
+def keys_to_query_load(keys: Sequence[str], loads: Mapping[str, PodLoad], asked: frozenset[str]) -> frozenset[str]:
     """All of ``keys`` if any has no load and was not requested from gateways; else none."""
     return frozenset(keys) if any(one not in loads and one not in asked for one in keys) else frozenset()
 
 
 def is_outdated(group: Group, target: DesiredState) -> bool:
     """Whether a group must change to the goal revision. Groups below the partition keep theirs."""
-    if group.ordinal < target.first_updated:
+    if group.ordinal < target.first_updated_ordinal:
         return False
     return not group.is_whole_revision or group.revision.hash != target.goal.hash
 
@@ -260,7 +262,7 @@ def pod_changes(
             one,
             observed.loads,
             is_outdated=is_outdated(one, target) and not by_role,
-            is_protected=one.ordinal < target.first_updated,
+            is_protected=one.ordinal < target.first_updated_ordinal,
         )
         for one in groups
     ]
@@ -273,14 +275,14 @@ def pod_changes(
     return merge_changes([_leaving(groups, made, observed), *inside, *_new(made, target)])
 
 
-def _size(groups: Sequence[Group], target: DesiredState, *, is_moving: bool, by_role: bool) -> SizeBounds:
+def _size(groups: Sequence[Group], target: DesiredState, *, is_moving: bool, by_role: bool) -> RolloutBounds:
     """By role no group counts as outdated. So while nothing moves, this sets the old revision for new groups beside old
     ones.
     """
     rollout, wanted = target.spec.rollout, target.spec.replicas
     stands_still = by_role and not is_moving and any(is_outdated(one, target) for one in groups)
-    first_new = sys.maxsize if stands_still else target.first_updated
-    return SizeBounds(
+    first_new = sys.maxsize if stands_still else target.first_updated_ordinal
+    return RolloutBounds(
         wanted=wanted,
         max_unavailable=round_percent_down(rollout.max_unavailable, wanted),
         max_surge=0 if by_role else round_percent_up(rollout.max_surge, wanted),
@@ -293,7 +295,7 @@ def _leaving(groups: Sequence[Group], made: GroupChanges, observed: ModelInferSt
     """Where loads decide, no group is removed before the loads were requested from gateways."""
     candidates = [one for one in groups if one.ordinal in made.chosen]
     keys = [pod.key for one in candidates for pod in entry_pods(one.replicas)]
-    asked = without_load_report(keys, observed.loads, observed.loads_asked_of)
+    asked = keys_to_query_load(keys, observed.loads, observed.loads_asked_of)
     leaving = [one for one in groups if one.ordinal in made.leave and (not asked or one.ordinal in made.replaced)]
     found = remove_replicas([replica for one in leaving for replica in one.replicas])
     return msgspec.structs.replace(found, asks_loads_of=asked)
@@ -385,7 +387,7 @@ def _waits(missing: MissingPod, group: Group | None, after: Mapping[str, Sequenc
     wanted = {one: target.replicas_of(missing.revision, one) for one in first}
     if group is None:
         return any(wanted.values())
-    if any(one.live for one in group.replicas_of_role(missing.place.role)):
+    if any(one.live_pods for one in group.replicas_of_role(missing.place.role)):
         return False
     return any(
         len([one for one in group.replicas_of_role(role) if one.is_ready]) < count for role, count in wanted.items()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.api.drain_mark import DELETION_COST, DRAINING
-from controller.kube.resources import Object, key_of, seconds_of
+from controller.kube.resources import Object, key_of, parse_timestamp
 from controller.models.model_infer import names
-from controller.models.model_infer.names import PodPosition, pod_identity
-from extproc.api.errors import replace_unprintable
+from controller.models.model_infer.names import PodPosition, position_from_labels
+from extproc.api.config_errors import replace_unprintable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ class Pod(msgspec.Struct, frozen=True, kw_only=True):
         """The condition of this type; an empty one if there is none."""
         return next((one for one in self.status.get("conditions") or () if one.get("type") == type_), {})
 
-    def containers(self) -> Iterator[Mapping[str, Any]]:
+    def container_statuses(self) -> Iterator[Mapping[str, Any]]:
         """Statuses of containers, without the init containers."""
         yield from self.status.get("containerStatuses") or ()
 
@@ -90,7 +90,7 @@ def is_owned(thing: Object, owner_uid: str) -> bool:
 def _read(thing: Object, lost_nodes: Collection[str]) -> Pod | None:
     metadata, status = thing["metadata"], thing.get("status") or {}
     given, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    place = pod_identity(given)
+    place = position_from_labels(given)
     if place is None:
         return None
     going = bool(metadata.get("deletionTimestamp"))
@@ -109,8 +109,8 @@ def _read(thing: Object, lost_nodes: Collection[str]) -> Pod | None:
         is_ended=ended,
         is_waiting=not node and not going and not ended,
         is_scale_unit=given.get(names.SCALE_UNIT) == "true",
-        draining_at_s=seconds_of(annotations.get(DRAINING)),
-        created_at_s=seconds_of(metadata.get("creationTimestamp")) or 0.0,
+        draining_at_s=parse_timestamp(annotations.get(DRAINING)),
+        created_at_s=parse_timestamp(metadata.get("creationTimestamp")) or 0.0,
         node=node,
         deletion_cost=_cost(annotations.get(DELETION_COST)),
     )
@@ -161,7 +161,7 @@ def _ended(pod: Pod, observed: ModelInferState) -> PodFailure:
     last = _last_terminated(pod)
     if last:
         said = _how(last)
-    times = [seconds_of(last.get("finishedAt")), seconds_of(pod.condition("Ready").get("lastTransitionTime"))]
+    times = [parse_timestamp(last.get("finishedAt")), parse_timestamp(pod.condition("Ready").get("lastTransitionTime"))]
     at_s = next((one for one in times if one is not None), pod.created_at_s)
     return PodFailure(pod=pod, at_s=at_s, reason="PodFailed", message=said + _tail(pod, observed))
 
@@ -169,7 +169,7 @@ def _ended(pod: Pod, observed: ModelInferState) -> PodFailure:
 def _crashed(pod: Pod, observed: ModelInferState) -> PodFailure | None:
     """A container has ended, and the pod has not been ready since."""
     last = _last_terminated(pod)
-    at_s = seconds_of(last.get("finishedAt"))
+    at_s = parse_timestamp(last.get("finishedAt"))
     if not last or at_s is None:
         return None
     message = f"{_how(last)}, {last['restarts']} restarts" + _tail(pod, observed)
@@ -178,8 +178,8 @@ def _crashed(pod: Pod, observed: ModelInferState) -> PodFailure | None:
 
 def _hung(pod: Pod, unresponsive_s: float) -> PodFailure | None:
     """It was ready after its containers started, and is not any more."""
-    changed_s = seconds_of(pod.condition("Ready").get("lastTransitionTime"))
-    started = [seconds_of(_running(one).get("startedAt")) for one in pod.containers()]
+    changed_s = parse_timestamp(pod.condition("Ready").get("lastTransitionTime"))
+    started = [parse_timestamp(_running(one).get("startedAt")) for one in pod.container_statuses()]
     known = [one for one in started if one is not None]
     if not unresponsive_s or changed_s is None or not known or len(known) < len(started) or changed_s <= max(known):
         return None
@@ -195,11 +195,11 @@ def _last_terminated(pod: Pod) -> Mapping[str, Any]:
     """The latest end of a container, with its name and how often it was started again."""
     found = [
         {**ended, "container": one.get("name", ""), "restarts": one.get("restartCount", 0)}
-        for one in pod.containers()
+        for one in pod.container_statuses()
         for state in (one.get("state") or {}, one.get("lastState") or {})
         if (ended := state.get("terminated"))
     ]
-    return max(found, key=lambda one: seconds_of(one.get("finishedAt")) or 0.0, default={})
+    return max(found, key=lambda one: parse_timestamp(one.get("finishedAt")) or 0.0, default={})
 
 
 def _how(last: Mapping[str, Any]) -> str:
@@ -246,4 +246,4 @@ def _failure(pod: Pod, reason: str, message: str) -> PodFailure:
 
 
 def _all_containers(pod: Pod) -> Sequence[Mapping[str, Any]]:
-    return [*(pod.status.get("initContainerStatuses") or ()), *pod.containers()]
+    return [*(pod.status.get("initContainerStatuses") or ()), *pod.container_statuses()]

@@ -16,9 +16,9 @@ from controller.models.model_infer.desired_state import desired_state, parse_mod
 from controller.models.model_infer.gang import pod_group_actions, pod_group_deletions, schedule_gangs
 from controller.models.model_infer.groups import group_pods
 from controller.models.model_infer.pod_changes import pod_changes, pods_to_create
+from controller.models.model_infer.pod_removal import drain
 from controller.models.model_infer.pod_state import parse_owned_pods
 from controller.models.model_infer.recovery import attempts_status, recover
-from controller.models.model_infer.removal import drain
 from controller.models.model_infer.rollout import rollout_events, rollout_state
 from controller.models.model_infer.status import (
     degraded_reasons,
@@ -53,7 +53,7 @@ def reconcile(observed: ModelInferState, now_s: float) -> Plan:
     drained = drain(wanted.leaving, groups, observed, now_s, found.spec.template.drain_timeout)
     missing = pods_to_create(wanted, groups, recovered, target)
     ganged = schedule_gangs(missing, groups, target, observed, now_s)
-    revisions = child_objects.revisions_wanted(groups, wanted)
+    revisions = child_objects.revision_by_group(groups, wanted)
     problems = degraded_reasons(groups, target, observed, rollout, ganged.problems)
     asked_s = now_s if wanted.asks_loads_of else None
     times = [

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.kube.plan import Delete, KubeEvent
-from controller.kube.resources import seconds_of, timestamp_of
+from controller.kube.resources import parse_timestamp, timestamp_of
 from controller.models.model_infer.names import PodPosition
+from controller.models.model_infer.pod_removal import pod_deletion
 from controller.models.model_infer.pod_state import LOST_AFTER_S, Pod, PodFailure, pod_failure
-from controller.models.model_infer.removal import deletion
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ def recover(
             times += [] if at_s is None else [at_s]
             attempts += [before] if before is not None else []
             continue
-        deleted += [deletion(one, observed.lost_nodes) for one in scope.pods]
+        deleted += [pod_deletion(one, observed.lost_nodes) for one in scope.pods]
         places |= scope.places
         attempts.append(_next(scope.name, before, failure, now_s))
         events.append(
@@ -116,7 +116,7 @@ def recover(
 def recorded_attempts(status: Object) -> Iterator[RecoveryAttempt]:
     """As the status has them."""
     for one in status.get("recoveries") or ():
-        at_s = seconds_of(one.get("at"))
+        at_s = parse_timestamp(one.get("at"))
         if at_s is not None:
             yield RecoveryAttempt(name=one["name"], count=one["count"], at_s=at_s, reason=one.get("reason", ""))
 
@@ -158,7 +158,7 @@ def _forced(groups: Sequence[Group], observed: ModelInferState, now_s: float) ->
         for one in group.pods:
             since_s = observed.lost_nodes.get(one.node)
             if one.is_going and since_s is not None and now_s >= since_s + LOST_AFTER_S:
-                yield deletion(one, observed.lost_nodes)
+                yield pod_deletion(one, observed.lost_nodes)
 
 
 def _failing(
@@ -185,11 +185,11 @@ def _failing(
 
 def _vanished(replicas: Sequence[Replica], revisions: Mapping[int, Revision], now_s: float) -> list[PodFailure | None]:
     """Groups of which some pods were deleted: the others cannot work without them. ``revisions``: of groups."""
-    live = [pod for one in replicas for pod in one.live]
+    live = [pod for one in replicas for pod in one.live_pods]
     going = [
         pod for one in replicas if not _is_intended(one, revisions[one.place.group]) for pod in one.pods if pod.is_going
     ]
-    is_broken = any(len(one.pods) < one.size and any(pod.is_ready for pod in one.live) for one in replicas)
+    is_broken = any(len(one.pods) < one.size and any(pod.is_ready for pod in one.live_pods) for one in replicas)
     if not live or not (going or is_broken):
         return []
     message = "a pod that it works with was deleted"
@@ -222,7 +222,7 @@ def _scopes(
                     yield _scope(name, [one], is_ready=one.is_ready), [one]
             case _:
                 for one in wanted:
-                    for pod in one.live:
+                    for pod in one.live_pods:
                         name = f"{group.ordinal}/{one.place.role}/{one.place.replica}/{pod.place.index}"
                         alone = msgspec.structs.replace(one, pods=(pod,), size=1)
                         yield _scope(name, [alone], is_ready=pod.is_ready), [alone]
@@ -231,7 +231,7 @@ def _scopes(
 def _scope(name: str, replicas: Sequence[Replica], *, is_ready: bool) -> RecoveryScope:
     return RecoveryScope(
         name=name,
-        pods=tuple(pod for one in replicas for pod in one.live),
+        pods=tuple(pod for one in replicas for pod in one.live_pods),
         places=frozenset(one.place for one in replicas),
         is_ready=is_ready,
     )

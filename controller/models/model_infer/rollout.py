@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from controller.kube.plan import Annotate, KubeEvent
-from controller.kube.resources import CONTROLLER_REVISIONS, seconds_of, timestamp_of
+from controller.kube.resources import CONTROLLER_REVISIONS, parse_timestamp, timestamp_of
 from controller.models.model_infer import names
 from controller.models.model_infer.pod_changes import is_outdated
 from controller.models.model_infer.recovery import recorded_attempts
@@ -43,7 +43,7 @@ def rollout_state(groups: Sequence[Group], target: DesiredState, now_s: float) -
     update, settings = target.history.update, target.spec.rollout
     old = {one.ordinal for one in groups if is_outdated(one, target)}
     waiting = [one.ordinal for one in groups if not one.is_ready and one.ordinal not in old]
-    missing = target.groups - len(groups)
+    missing = target.group_count - len(groups)
     if target.goal.hash != update.hash:
         return _gone_back(target, bool(old or waiting or missing))
     is_done = not old and not waiting and missing <= 0
@@ -81,8 +81,8 @@ def _was_blocked(target: DesiredState) -> bool:
 
 def _done(target: DesiredState) -> str:
     update = target.history.update
-    if target.first_updated and update.hash != target.current.hash:
-        return f"groups from {target.first_updated} on have revision {update.hash}, the others {target.current.hash}"
+    if target.first_updated_ordinal and update.hash != target.current.hash:
+        return f"groups from {target.first_updated_ordinal} on have revision {update.hash}, the others {target.current.hash}"
     return f"all groups have revision {update.hash}"
 
 
@@ -121,7 +121,7 @@ def _last_progress_s(groups: Sequence[Group], target: DesiredState) -> float:
     for group in groups:
         new = [one for one in group.pods if one.revision == target.goal.hash]
         if group.is_ready:
-            times += [seconds_of(one.condition("Ready").get("lastTransitionTime")) for one in new]
+            times += [parse_timestamp(one.condition("Ready").get("lastTransitionTime")) for one in new]
         elif str(group.ordinal) not in failed:
             times += [one.created_at_s for one in new]
     return max(one for one in times if one is not None)
@@ -133,7 +133,7 @@ def _notes(target: DesiredState, now_s: float, *, is_done: bool) -> Iterator[Ann
         return
     if target.is_restarted:
         yield _note(target, {names.ROLLED_OUT_SINCE: timestamp_of(now_s), names.FAILED: None, names.REACHED: None})
-    elif is_done and update.hash != target.current.hash and target.first_updated and not update.reached:
+    elif is_done and update.hash != target.current.hash and target.first_updated_ordinal and not update.reached:
         yield _note(target, {names.REACHED: timestamp_of(now_s)})
 
 

@@ -62,7 +62,7 @@ def refused_condition(mistakes: Sequence[str]) -> Condition:
 
 def available_condition(groups: Sequence[Group], target: DesiredState) -> Condition:
     """Enough groups serve: as many as the rollout's ``maxUnavailable`` leaves, and one at least."""
-    wanted = target.groups
+    wanted = target.group_count
     ready = len([one for one in groups if one.is_serving])
     needed = max(min(1, wanted), wanted - round_percent_down(target.spec.rollout.max_unavailable, wanted))
     message = f"{ready} of {wanted} groups are ready"
@@ -132,10 +132,10 @@ def model_infer_status(
 ) -> Mapping[str, Any]:
     """The whole status. ``failed``: ordinals of groups with a failed pod."""
     update = target.history.update
-    staying = [one for one in groups if not one.is_going]
+    staying = [one for one in groups if not one.is_being_deleted]
     updated = [one for one in staying if one.is_whole_revision and one.revision.hash == update.hash]
     states = Counter(_state(one, failed) for one in groups)
-    missing = target.groups - len(groups)
+    missing = target.group_count - len(groups)
     return {
         "observedGeneration": target.owner["metadata"].get("generation", 0),
         "replicas": len(staying),
@@ -164,12 +164,12 @@ def refused_status(thing: Object, mistakes: Sequence[str]) -> Mapping[str, Any]:
 
 def _current_after(target: DesiredState, rollout: Rollout) -> str:
     """The new revision is the current one as soon as all groups serve with it, none kept back."""
-    is_done = rollout.phase == "UpToDate" and target.first_updated == 0
+    is_done = rollout.phase == "UpToDate" and target.first_updated_ordinal == 0
     return target.goal.hash if is_done else target.current.hash
 
 
 def _state(group: Group, failed: Collection[int]) -> str:
-    if group.is_going:
+    if group.is_being_deleted:
         return "Terminating"
     if group.is_draining:
         return "Draining"
@@ -179,7 +179,7 @@ def _state(group: Group, failed: Collection[int]) -> str:
 
 
 def _role(name: str, groups: Sequence[Group], target: DesiredState) -> Mapping[str, Any]:
-    found = [one for group in groups for one in group.replicas_of_role(name) if not one.is_going]
+    found = [one for group in groups for one in group.replicas_of_role(name) if not one.is_being_deleted]
     role = target.history.update.role(name)
     return {
         "name": name,

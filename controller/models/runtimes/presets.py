@@ -46,7 +46,7 @@ class Preset(msgspec.Struct, frozen=True):
     raw_config: Mapping[str, Any] = {}
     problem: str = ""
 
-    def protocol(self, wanted: ServingProtocol | None) -> ServingProtocol | None:
+    def rest_protocol_for(self, wanted: ServingProtocol | None) -> ServingProtocol | None:
         """The protocol of Models that ask for ``wanted``, None for the first; None: it does not serve it over REST."""
         served = sorted((one for one in _REST if one in self.spec.protocols), key=self.spec.protocols.index)
         return next((one for one in served if wanted in (None, one)), None)
@@ -106,7 +106,7 @@ def multi_model_presets(presets: Mapping[str, Preset], formats: Iterable[str]) -
     return {name: one for name, one in many.items() if wanted <= {each.name for each in one.spec.supports}} or many
 
 
-class NotChosen(msgspec.Struct, frozen=True):
+class PresetNotChosen(msgspec.Struct, frozen=True):
     """``reason``: in KServe's words, and AmbiguousRuntime. ``message``: for people, and what to do."""
 
     reason: Reason
@@ -123,7 +123,7 @@ class _Candidate(msgspec.Struct, frozen=True, order=True):
 
 def choose_preset(
     backend: Backend, wanted: ModelFormat, presets: Mapping[str, Preset], protocol: ServingProtocol | None = None
-) -> Preset | NotChosen:
+) -> Preset | PresetNotChosen:
     """``presets``: all that the namespace has, by name. ``protocol``: that the Model asks for."""
     if backend.runtime is not None:
         return _named(backend.runtime, presets, protocol)
@@ -131,7 +131,7 @@ def choose_preset(
     usable = {name: rank for name, rank in matching.items() if not presets[name].spec.disabled}
     if not usable:
         return _none(backend, wanted, [presets[name] for name in matching])
-    serving = {name: rank for name, rank in usable.items() if presets[name].protocol(protocol) is not None}
+    serving = {name: rank for name, rank in usable.items() if presets[name].rest_protocol_for(protocol) is not None}
     if not serving:
         return _not_served(protocol, [presets[name] for name in usable])
     best = max(serving.values())
@@ -139,21 +139,21 @@ def choose_preset(
     if len(found) > 1:
         names = ", ".join(str(presets[name]) for name in found)
         message = f"{names} fit equally well; name one as 'runtime', or give them different priorities"
-        return NotChosen("AmbiguousRuntime", message)
+        return PresetNotChosen("AmbiguousRuntime", message)
     return presets[found[0]]
 
 
-def _named(name: str, presets: Mapping[str, Preset], protocol: ServingProtocol | None) -> Preset | NotChosen:
+def _named(name: str, presets: Mapping[str, Preset], protocol: ServingProtocol | None) -> Preset | PresetNotChosen:
     preset = presets.get(name)
     if preset is None:
-        return NotChosen(
+        return PresetNotChosen(
             "RuntimeNotRecognized", f"there is no runtime '{name}'; there are: {', '.join(sorted(presets))}"
         )
     if preset.problem:
-        return NotChosen("RuntimeNotRecognized", f"{preset} cannot be used: {preset.problem}")
+        return PresetNotChosen("RuntimeNotRecognized", f"{preset} cannot be used: {preset.problem}")
     if preset.spec.disabled:
-        return NotChosen("RuntimeDisabled", f"{preset} is disabled; name another, or set its 'disabled' to false")
-    return preset if preset.protocol(protocol) is not None else _not_served(protocol, [preset])
+        return PresetNotChosen("RuntimeDisabled", f"{preset} is disabled; name another, or set its 'disabled' to false")
+    return preset if preset.rest_protocol_for(protocol) is not None else _not_served(protocol, [preset])
 
 
 def _rank(preset: Preset, backend: Backend, wanted: ModelFormat) -> _Candidate | None:
@@ -171,17 +171,17 @@ def _rank(preset: Preset, backend: Backend, wanted: ModelFormat) -> _Candidate |
     return max(ranks, default=None)
 
 
-def _not_served(protocol: ServingProtocol | None, fitting: list[Preset]) -> NotChosen:
+def _not_served(protocol: ServingProtocol | None, fitting: list[Preset]) -> PresetNotChosen:
     """``fitting``: but for the protocol."""
     served = "; ".join(f"{one} serves {', '.join(one.spec.protocols)}" for one in fitting)
     asked = "is served over REST, which needs" if protocol is None else f"asks for protocol {protocol}: write"
-    return NotChosen("ProtocolNotServed", f"{served}; the Model {asked} another protocol or runtime")
+    return PresetNotChosen("ProtocolNotServed", f"{served}; the Model {asked} another protocol or runtime")
 
 
-def _none(backend: Backend, wanted: ModelFormat, disabled: list[Preset]) -> NotChosen:
+def _none(backend: Backend, wanted: ModelFormat, disabled: list[Preset]) -> PresetNotChosen:
     if disabled:
         names = ", ".join(str(one) for one in disabled)
-        return NotChosen("RuntimeDisabled", f"{names} would fit, but is disabled; name another as 'runtime'")
+        return PresetNotChosen("RuntimeDisabled", f"{names} would fit, but is disabled; name another as 'runtime'")
     what = f"format '{wanted.name}'" + (f" version '{wanted.version}'" if wanted.version else "")
     engine = f" with engine {backend.engine}" if backend.engine else ""
-    return NotChosen("NoSupportingRuntime", f"no runtime supports {what}{engine}; name one as 'runtime'")
+    return PresetNotChosen("NoSupportingRuntime", f"no runtime supports {what}{engine}; name one as 'runtime'")

@@ -17,8 +17,8 @@ from controller.api.model import Backend
 from controller.api.pod_spec_checks import resources_type_errors
 from controller.api.serving_runtime import Arguments, EngineConfig, RuntimeAgent, ServingRuntimeSpec
 from controller.api.transformer_explainer import Transformer
+from controller.models.runtimes.engine_settings import AGENT_PORT, BATCHED_PORT, EngineSettings
 from controller.models.runtimes.presets import Preset, PresetScope
-from controller.models.runtimes.settings import AGENT_PORT, BATCHED_PORT, EngineSettings
 from extproc.wire_protocol import EXPLAIN_VERB, MODELS_PATH
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def steps_with_own_pods(spec: ModelSpec) -> list[tuple[str, Step]]:
     return [(name, step) for name, step in all_steps(spec) if not is_colocated(step)]
 
 
-class StepEngine(msgspec.Struct, frozen=True):
+class ResolvedStep(msgspec.Struct, frozen=True):
     """A step as what a backend is made of."""
 
     backend: Backend
@@ -100,7 +100,7 @@ class StepEngine(msgspec.Struct, frozen=True):
     settings: EngineSettings
 
 
-def step_engine(name: str, step: Step, like: EngineSettings, predictor: str) -> StepEngine:
+def step_engine(name: str, step: Step, like: EngineSettings, predictor: str) -> ResolvedStep:
     """``like``: the predictor's settings, whose protocol it has. ``predictor``: where it calls that, ``host`` or
     ``host:port``.
     """
@@ -131,7 +131,9 @@ def step_engine(name: str, step: Step, like: EngineSettings, predictor: str) -> 
         connector=None,
         has_adapters=False,
     )
-    return StepEngine(Backend(name=name, replicas=step.replicas), Preset(name, PresetScope.BUILT_IN, preset), settings)
+    return ResolvedStep(
+        Backend(name=name, replicas=step.replicas), Preset(name, PresetScope.BUILT_IN, preset), settings
+    )
 
 
 def readiness_probe(step: Step) -> dict[str, Any]:

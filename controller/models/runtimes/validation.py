@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from controller.api.pod_spec_checks import pod_spec_type_errors, resources_type_errors
+from controller.models.runtimes.engine_settings import BATCHED_PORT, gpus_per_pod, uses_setting
 from controller.models.runtimes.prefill_connectors import gateway_connector, why_sidecar_needed
 from controller.models.runtimes.presets import built_in_presets
-from controller.models.runtimes.settings import BATCHED_PORT, gpus_per_pod, uses_setting
 from controller.models.runtimes.transformer_explainer import step_validation_errors, steps_with_own_pods
 from extproc.api.model_server import oversized_models
 
@@ -72,7 +72,7 @@ def _autoscaling(spec: ModelSpec) -> Iterator[str]:
     if spec.autoscaling is not None and spec.autoscaling.scale_to_zero is not None:
         for backend in spec.backends:
             apart = backend.disaggregation
-            if apart is not None and apart.is_scaled and not apart.can_scale_to_zero:
+            if apart is not None and apart.is_scaled_by_stage and not apart.can_scale_to_zero:
                 yield (
                     f"backend '{backend.name}': autoscaling keeps {apart.prefill} prefill and {apart.decode} decode"
                     " engines, as they are lower bounds; with scaleToZero write prefill: 1 and decode: 1, or remove"
@@ -257,11 +257,11 @@ def _stages(backend: Backend, apart: Disaggregation, where: str) -> Iterator[str
     for rule, (least, most) in zip(apart.CEL, (apart.prefill_bounds, apart.decode_bounds), strict=True):
         if least > most:
             yield f"{where}: disaggregation: {rule.message}"
-    if apart.ratio is not None and not apart.is_scaled:
+    if apart.ratio is not None and not apart.is_scaled_by_stage:
         yield f"{where}: disaggregation.ratio needs maxPrefill or maxDecode beside it; write one, or remove the ratio"
-    if apart.is_scaled and backend.max_replicas is None and backend.min_replicas is not None:
+    if apart.is_scaled_by_stage and backend.max_replicas is None and backend.min_replicas is not None:
         yield f"{where}: {backend.CEL[1].message}"
-    if apart.is_scaled and (backend.max_replicas is not None or (backend.replicas or 0) > 1):
+    if apart.is_scaled_by_stage and (backend.max_replicas is not None or (backend.replicas or 0) > 1):
         yield f"{where}: {backend.CEL[-1].message}"
 
 

@@ -21,7 +21,7 @@ from controller.gateway.compile.inference_pools import PREFIX
 from controller.gateway.compile.model_servers import LABEL, compile_picker
 from controller.gateway.compile.source_objects import decode_source
 from controller.kube.kinds import GATEWAY_KINDS, KINDS
-from controller.models.runtimes.settings import NAMES, unknown_settings
+from controller.models.runtimes.engine_settings import NAMES, unknown_settings
 from controller.models.runtimes.validation import validation_errors as model_mistakes
 from extproc.api.quantities import decode_quantity
 from extproc.api.spec import namespace_of, object_key
@@ -50,7 +50,7 @@ class _Kind(msgspec.Struct, frozen=True):
     kind: str
 
 
-class Review(msgspec.Struct, frozen=True, rename="camel"):
+class AdmissionRequest(msgspec.Struct, frozen=True, rename="camel"):
     """The admission request. ``new`` and ``old``: the object after and before; None if there is none."""
 
     uid: str
@@ -75,18 +75,18 @@ class AdmissionVerdict(msgspec.Struct, frozen=True):
 
 
 class _AdmissionReview(msgspec.Struct, frozen=True):
-    request: Review
+    request: AdmissionRequest
 
 
 _DECODER: Final = msgspec.json.Decoder(_AdmissionReview)
 
 
-def read_review(body: bytes) -> Review:
+def read_review(body: bytes) -> AdmissionRequest:
     """Raises msgspec.DecodeError if ``body`` is no AdmissionReview."""
     return _DECODER.decode(body).request
 
 
-def admission_response(review: Review, verdict: AdmissionVerdict) -> bytes:
+def admission_response(review: AdmissionRequest, verdict: AdmissionVerdict) -> bytes:
     """The body of the answer."""
     response: dict[str, Any] = {"uid": review.uid, "allowed": not verdict.refused}
     if verdict.refused:
@@ -222,7 +222,7 @@ def metric_kind(kind: str) -> str:
     return kind if kind in _DOCUMENTS or kind in _OTHERS or kind == "ConfigMap" else "other"
 
 
-def review_object(review: Review, known: Known, check_picker: PickerCheck) -> AdmissionVerdict:
+def review_object(review: AdmissionRequest, known: Known, check_picker: PickerCheck) -> AdmissionVerdict:
     """``known``: the informers' copies of the cluster's objects, by kind and key."""
     if review.new is None:
         return AdmissionVerdict(warnings=tuple(referring_objects(review.kind.kind, review.key, known)))
@@ -233,7 +233,7 @@ def review_object(review: Review, known: Known, check_picker: PickerCheck) -> Ad
     return AdmissionVerdict(warnings=(*mistakes, *warnings))
 
 
-def _asks_for_something_new(review: Review) -> bool:
+def _asks_for_something_new(review: AdmissionRequest) -> bool:
     """A change of only labels or finalizers must be allowed, even for an object with mistakes."""
     old, new = review.old or {}, review.new or {}
     if (new.get("metadata") or {}).get("deletionTimestamp"):
@@ -241,7 +241,7 @@ def _asks_for_something_new(review: Review) -> bool:
     return review.operation == "CREATE" or any(old.get(field) != new.get(field) for field in _ASKING)
 
 
-def _mistakes(review: Review, thing: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
+def _mistakes(review: AdmissionRequest, thing: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
     kind = review.kind.kind
     if kind in _DOCUMENTS:
         # a name from ``generateName`` does not exist yet

@@ -97,9 +97,9 @@ class _SessionAffinityBase(SessionAffinityParameters, frozen=True):
 
     def with_plugins(self, others: Mapping[str, Any]) -> Self:
         """With the headers of the producers that its sources name."""
-        if not self.has_ids:
+        if not self.uses_client_ids:
             return self
-        given = self.by_id
+        given = self.as_session_id_config
         sources = tuple(SessionSource(header=name) for one in given.sources for name in _headers_of(one, others))
         return msgspec.structs.replace(
             self,
@@ -111,7 +111,7 @@ class _SessionAffinityBase(SessionAffinityParameters, frozen=True):
 
     def bound_row(self, view: View) -> int | None:
         """The row of the session's endpoint; None without a session, or if its endpoint has left."""
-        if not self.has_ids:
+        if not self.uses_client_ids:
             address = address_of_token(view.request.headers.get(self.token_header, ""))
         else:
             key = self._key(view)
@@ -126,7 +126,7 @@ class _SessionAffinityBase(SessionAffinityParameters, frozen=True):
         A session with an id moves only if its endpoint has left or fails: one that a scorer passed over once stays.
         """
         address = view.table.addresses[row]
-        if not self.has_ids:
+        if not self.uses_client_ids:
             return SessionNote(address, header=self.token_header)
         key, bound = self._key(view), self.bound_row(view)
         if key is None:
@@ -144,7 +144,7 @@ class _SessionAffinityBase(SessionAffinityParameters, frozen=True):
         for source in self.sources:
             session = headers.get(source.header, "").strip() if source.header else ""
             if session:
-                return view.sessions.key(self.profile_name, session)
+                return view.sessions.session_key(self.profile_name, session)
         return None
 
 

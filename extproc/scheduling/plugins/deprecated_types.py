@@ -10,8 +10,8 @@ import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_waiting
 from extproc.errors import BadRequest
+from extproc.scheduling.endpoint_masks import rows_running_adapter
 from extproc.scheduling.framework import Filter
-from extproc.scheduling.labels import runs_adapter
 from extproc.scheduling.plugins.latency import LatencyScorer, hashed_uniforms
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class LoraSoftAffinityFilter(msgspec.Struct, frozen=True, rename="camel", forbid
         adapter = view.request.adapter
         if adapter is None:
             return candidates
-        has_it = candidates & runs_adapter(view.table, adapter)
+        has_it = candidates & rows_running_adapter(view.table, adapter)
         room = candidates & ~has_it
         for row in room.nonzero()[0]:
             loras = view.table.loras[row]

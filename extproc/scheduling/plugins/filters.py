@@ -11,7 +11,7 @@ import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_running, estimated_waiting
 from extproc.endpoints.in_flight import backlogs
-from extproc.scheduling.labels import has_no_model_list, runs_adapter, serves_adapter
+from extproc.scheduling.endpoint_masks import rows_running_adapter, rows_serving_adapter, rows_without_model_list
 from extproc.scheduling.plugins.ineffective_parameters import LEARNED_LATENCY, ONE_LEDGER
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class LoraLoadedFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unkno
         adapter = view.request.adapter
         if adapter is None:
             return candidates
-        return candidates & (serves_adapter(view.table, adapter) | runs_adapter(view.table, adapter))
+        return candidates & (rows_serving_adapter(view.table, adapter) | rows_running_adapter(view.table, adapter))
 
 
 class ModelLoadedFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class ModelLoadedFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps no endpoint if none of the known lists has the model."""
         model = view.request.model
-        return candidates & (serves_adapter(view.table, model) | has_no_model_list(view.table))
+        return candidates & (rows_serving_adapter(view.table, model) | rows_without_model_list(view.table))
 
 
 class HealthyFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -183,7 +183,7 @@ class MetricLimit(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
     metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
     max_value: NonNegative
 
-    def holds(self, view: View) -> Bools:
+    def satisfied_rows(self, view: View) -> Bools:
         """The rows that satisfy the condition."""
         table, now = view.table, view.now_s
         match self.metric:
@@ -209,5 +209,5 @@ class UtilizationFilter(msgspec.Struct, frozen=True, rename="camel", forbid_unkn
         """Keeps no endpoint if none satisfies all conditions; with ``fallbackOnEmpty``, all of them."""
         kept = candidates
         for condition in self.conditions:
-            kept = kept & condition.holds(view)
+            kept = kept & condition.satisfied_rows(view)
         return kept if kept.any() or not self.fallback_on_empty else candidates

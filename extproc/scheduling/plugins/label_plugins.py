@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from extproc.api.spec import requirement_holds
-from extproc.scheduling.labels import label_values, rows_where
+from extproc.scheduling.endpoint_masks import label_values, rows_where
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools, Floats, Ints

@@ -18,7 +18,7 @@ import numpy as np
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_running, estimated_waiting
 from extproc.errors import Shed
 from extproc.scheduling.plugins.ineffective_parameters import LEARNED_LATENCY, ONE_INDEX
-from extproc.scheduling.plugins.load_scorers import less_is_better
+from extproc.scheduling.plugins.load_scorers import scores_for_less_is_better
 from extproc.wire_protocol import SLO_TPOT_MS, SLO_TTFT_MS
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def objective_ms(view: View, what: Literal["ttft", "tpot"]) -> float:
         return 0.0
 
 
-def meets_objectives(view: View) -> Bools | None:
+def rows_meeting_objectives(view: View) -> Bools | None:
     """The rows expected to meet every objective that the request has; None if it has none.
 
     TTFT is waiting work over the learned prefill rate, TPOT the recent mean; one that is not known yet is no miss.
@@ -103,7 +103,7 @@ class LeastLatencyScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unk
 
 def _known(latency: Floats, candidates: Bools) -> Floats:
     known = candidates & (latency > 0)
-    return np.where(known, less_is_better(latency, known), 0.5)
+    return np.where(known, scores_for_less_is_better(latency, known), 0.5)
 
 
 class LatencyScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -138,9 +138,9 @@ class LatencyScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         tpot = objective_ms(view, "tpot") - 1000 * view.table.tpot_s
         headroom = self.ttft_weight * ttft + self.tpot_weight * tpot
         meets, misses = candidates & (headroom >= 0), candidates & (headroom < 0)
-        close = less_is_better(headroom, meets)
-        rank = close if self.headroom_selection_strategy == "least" else less_is_better(-headroom, meets)
-        scores: Floats = np.where(meets, 0.5 + 0.5 * rank, 0.4 * less_is_better(-headroom, misses))
+        close = scores_for_less_is_better(headroom, meets)
+        rank = close if self.headroom_selection_strategy == "least" else scores_for_less_is_better(-headroom, meets)
+        scores: Floats = np.where(meets, 0.5 + 0.5 * rank, 0.4 * scores_for_less_is_better(-headroom, misses))
         return scores
 
 
@@ -149,7 +149,7 @@ class CostScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fie
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """1 for the cheapest endpoint, and for all if prices are equal."""
-        return less_is_better(view.table.price, candidates)
+        return scores_for_less_is_better(view.table.price, candidates)
 
 
 class RandomScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -177,7 +177,7 @@ class SloHeadroomTierFilter(msgspec.Struct, frozen=True, rename="camel", forbid_
 
     def keep(self, view: View, candidates: Bools) -> Bools:
         """Keeps all endpoints if the request has no objective, or if all are in one tier."""
-        meets = meets_objectives(view)
+        meets = rows_meeting_objectives(view)
         if meets is None:
             return candidates
         good, bad = candidates & meets, candidates & ~meets
@@ -234,7 +234,7 @@ class LatencySloAdmitter(msgspec.Struct, frozen=True, rename="camel", forbid_unk
         del rng
         if view.request.priority >= 0:
             return
-        meets = meets_objectives(view)
+        meets = rows_meeting_objectives(view)
         if meets is None:
             return
         table, now = view.table, view.now_s

@@ -28,7 +28,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
-def less_is_better(values: Floats, candidates: Bools) -> Floats:
+def scores_for_less_is_better(values: Floats, candidates: Bools) -> Floats:
     """``(max - x) / (max - min)`` over the rows of ``candidates``; 1 for all if they are equal."""
     inside = values[candidates]
     least, most = (float(inside.min()), float(inside.max())) if inside.size else (0.0, 0.0)
@@ -43,7 +43,7 @@ class QueueScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fi
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """1 for the shortest queue, 0 for the longest."""
-        return less_is_better(estimated_waiting(view.table, view.now_s), candidates)
+        return scores_for_less_is_better(estimated_waiting(view.table, view.now_s), candidates)
 
 
 class RunningRequestsScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class RunningRequestsScorer(msgspec.Struct, frozen=True, rename="camel", forbid_
 
     def score(self, view: View, candidates: Bools) -> Floats:
         """1 for the smallest batch, 0 for the largest."""
-        return less_is_better(estimated_running(view.table, view.now_s), candidates)
+        return scores_for_less_is_better(estimated_running(view.table, view.now_s), candidates)
 
 
 class ActiveRequestsScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -132,7 +132,7 @@ class LMetricScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_
         """1 for the least product, and for all if they are equal."""
         cached = view.demand.cached_by(self.prefix_match_info_producer_name)
         uncached = np.maximum(view.request.input_tokens - cached, 0.0)
-        return less_is_better(uncached * (view.table.in_flight + 1.0), candidates)
+        return scores_for_less_is_better(uncached * (view.table.in_flight + 1.0), candidates)
 
 
 class LeastRequestScorer(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from extproc.errors import BadRequest, NoEndpoint
+from extproc.scheduling.endpoint_masks import label_groups, rows_with_labels
 from extproc.scheduling.framework import Decider, Profile
-from extproc.scheduling.labels import has_labels, label_groups
 from extproc.scheduling.picker import Pick, PluginFailed, View
 from extproc.scheduling.plugins.ineffective_parameters import (
     INDEX_SIZE,
@@ -392,7 +392,7 @@ class RolloutScreener(msgspec.Struct, frozen=True):
         """Keeps the endpoints whose labels are those that the request's headers name."""
         headers = view.request.headers
         required = {label: value for header, label in self.labels if (value := headers.get(header, ""))}
-        return candidates & has_labels(view.table, required) if required else candidates
+        return candidates & rows_with_labels(view.table, required) if required else candidates
 
     def paired(self, handler: ProfileHandler) -> ProfileHandler:
         """``handler`` with pairs of one revision, if it makes pairs and the file has no groupKey."""

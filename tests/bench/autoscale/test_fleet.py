@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from bench.__main__ import main
-from bench.autoscale.command import kept_results, run_grid
+from bench.autoscale.command import read_kept_results, run_grid
 from bench.autoscale.fleet import ONE, Fleet
 from bench.autoscale.load_profiles import DataSplit
 from bench.autoscale.policies import POLICIES
@@ -39,14 +39,14 @@ def test_draining_loses_no_request_and_is_paid_until_the_last_one_ends() -> None
     sent = workload(300, every_s=0.2)
 
     def collect(now: float) -> None:
-        fleet.collect(now)
+        fleet.remove_drained(now)
         if now < 200.0:
             fleet.simulation.schedule_at(now + 1.0, collect)
 
     fleet.simulation.schedule_at(20.0, lambda now: fleet.order({"a100": 1}, now))
     fleet.simulation.schedule_at(0.0, collect)
     results = fleet.simulation.run(sent)
-    assert len(results) == sent.requests
+    assert len(results) == sent.request_count
     assert not any(one.error for one in results)
     gone = [one for one in fleet.replicas if one.gone_at_s is not None]
     assert len(gone) == 2
@@ -83,7 +83,7 @@ def test_more_engines_meet_the_targets_more_often_and_cost_more() -> None:
 def test_a_quick_run_ends_well_and_keeps_its_trials(tmp_path: Path) -> None:
     policies = "fixed,oracle"
     assert main(["autoscale", "--quick", "--policies", policies, "--out", str(tmp_path), "--jobs", "1"]) == 0
-    found = kept_results(tmp_path / "quick.jsonl")
+    found = read_kept_results(tmp_path / "quick.jsonl")
     expected = [("quick", "fixed"), ("quick", "oracle"), ("quick-kinds", "fixed"), ("quick-kinds", "oracle")]
     assert sorted((one.load, one.policy) for one in found) == expected
     assert all(not one.lost and not one.refused for one in found.values())
@@ -105,7 +105,7 @@ def test_finished_trials_are_not_run_again_and_a_cut_line_is(tmp_path: Path) -> 
     file.write_bytes(kept[:-20])
     again = run_grid(trials, file, Path(), console, jobs=1)
     assert [one.attainment for one in again.values()] == [one.attainment for one in first.values()]
-    assert len(kept_results(file)) == 2
+    assert len(read_kept_results(file)) == 2
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -71,7 +71,7 @@ def test_copies_raise_the_rate_and_share_no_text() -> None:
 
 
 def test_the_capacity_leaves_no_time_over() -> None:
-    kind = ONE[0].kind()
+    kind = ONE[0].engine_kind()
     found = engine_capacity(kind, MeanRequestTokens(3000, 1500, 450), 0.075)
     used_s = prompt_prefill_s(kind, 3000, 1500) + 450 * found.output_token_s
     assert found.requests_per_s * used_s == pytest.approx(1.0)

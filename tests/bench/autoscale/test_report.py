@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 from bench.__main__ import main
-from bench.autoscale.command import code_fingerprint, kept_results, run_grid
+from bench.autoscale.command import code_fingerprint, read_kept_results, run_grid
 from bench.autoscale.fleet import FleetCost
 from bench.autoscale.load_profiles import DataSplit
 from bench.autoscale.policies import POLICIES, policy_named
-from bench.autoscale.report import NothingToReport, extra_interval, report_of, write_report
+from bench.autoscale.report import NothingToReport, build_report, extra_cost_interval, write_report
 from bench.autoscale.trial import Trial, TrialResult, WindowAttainment, tune_policies
-from bench.reporting.results import distribution
+from bench.reporting.request_results import distribution
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,13 +83,13 @@ def test_the_report_tells_costs_at_equal_attainment_and_writes_its_files(tmp_pat
 
 
 def test_a_policy_that_was_not_tuned_is_judged_in_hindsight_and_marked() -> None:
-    page = report_of(trials()).page
+    page = build_report(trials()).page
     assert "| oracle | 0.8* | 97.0% |" in page
     assert "| kpa | 10 | 98.0% |" in page
 
 
 def test_what_was_not_run_is_told() -> None:
-    page = report_of(trials()).page
+    page = build_report(trials()).page
     missing = " ".join(page[page.index("## What was not run") :].split())
     assert "no held-back half of: ramps, spikes" in missing
     assert "- steps, held half: 3 of attache's 5, attache-utilization, hpa-running-waiting, 3 of kpa's 5" in missing
@@ -98,7 +98,7 @@ def test_what_was_not_run_is_told() -> None:
 
 def test_a_dominating_baseline_and_a_dearer_trial_fail_the_verdict() -> None:
     better = [result("kthena", 8.0, 97.0, 7.0, half=half) for half in DataSplit]
-    said = report_of([*trials(), *better]).said
+    said = build_report([*trials(), *better]).said
     assert any(one.startswith("FAILS on steps: kthena") for one in said)
     assert any("At most 3% more on any load: FAILS: steps +14.3%" in one for one in said)
     assert any("in the mean of the loads: FAILS" in one for one in said)
@@ -108,27 +108,27 @@ def test_excerpts_are_not_judged_and_gaps_are_cautioned_of() -> None:
     short = [
         msgspec.structs.replace(one, trial=msgspec.structs.replace(one.trial, duration_s=130.0)) for one in trials()
     ]
-    (said,) = report_of(short).said
+    (said,) = build_report(short).said
     assert said.startswith("Nothing can be said: excerpts of 130 s")
-    assert any(one.startswith("CAUTION: not everything was run") for one in report_of(trials()).said)
+    assert any(one.startswith("CAUTION: not everything was run") for one in build_report(trials()).said)
 
 
 def test_our_other_strategy_and_the_oracle_are_no_baselines() -> None:
     own = [result("attache-utilization", 0.7, 99.0, 3.0), result("oracle", 1.25, 99.0, 2.0)]
-    said = report_of([*trials(), *own]).said
+    said = build_report([*trials(), *own]).said
     assert said[0].startswith("No baseline met the targets more often")
 
 
 def test_without_ours_it_says_that_nothing_can_be_said() -> None:
     baselines = [one for one in trials() if one.trial.policy != "attache"]
-    report = report_of(baselines)
+    report = build_report(baselines)
     assert report.said == ["Nothing can be said: no trial of attache has been run."]
     assert "| kpa | 10 |" in report.page
 
 
 def test_without_a_held_half_there_is_no_report() -> None:
     with pytest.raises(NothingToReport):
-        report_of([one for one in trials() if one.trial.half is DataSplit.TUNING])
+        build_report([one for one in trials() if one.trial.half is DataSplit.TUNING])
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_without_a_held_half_there_is_no_report() -> None:
 )
 def test_trials_of_several_or_unknown_codes_are_flagged(codes: tuple[str, str], word: str) -> None:
     first, *others = trials()
-    said = report_of([*with_code([first], codes[0]), *with_code(others, codes[1])]).said
+    said = build_report([*with_code([first], codes[0]), *with_code(others, codes[1])]).said
     assert any(one.startswith("CAUTION") and word in one for one in said)
 
 
 def test_refused_and_lost_requests_are_told() -> None:
     lost = msgspec.structs.replace(result("kthena", 8.0, 50.0, 3.0), refused=2, lost=1)
-    assert "kthena on steps: 2 refused, 1 lost, over all settings." in report_of([*trials(), lost]).said
+    assert "kthena on steps: 2 refused, 1 lost, over all settings." in build_report([*trials(), lost]).said
 
 
 def test_settings_that_were_tuned_on_fewer_loads_are_not_compared() -> None:
@@ -156,13 +156,13 @@ def test_settings_that_were_tuned_on_fewer_loads_are_not_compared() -> None:
 def test_the_interval_holds_the_estimate_and_reaches_beyond_a_baseline_that_may_not_attain_as_much() -> None:
     ours = [result("attache", 1.5, 96.0, 8.0)]
     baseline = [[result("kpa", 16.0, 94.0, 8.0)], [result("kpa", 10.0, 98.0, 12.0)]]
-    low, high = extra_interval(ours, baseline)
+    low, high = extra_cost_interval(ours, baseline)
     assert low <= -0.2 <= high
     assert -0.35 < low < high < 0
     uneven = msgspec.structs.replace(
         baseline[1][0], windows=[WindowAttainment(100, 100)] * 11 + [WindowAttainment(100, 55)]
     )
-    assert extra_interval(ours, [baseline[0], [uneven]])[0] == -math.inf
+    assert extra_cost_interval(ours, [baseline[0], [uneven]])[0] == -math.inf
 
 
 def test_a_trial_keeps_which_code_made_it_and_old_lines_are_read(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_trial_keeps_which_code_made_it_and_old_lines_are_read(tmp_path: Path)
     line = msgspec.json.decode(msgspec.json.encode(made))
     del line["code"]
     file.write_bytes(msgspec.json.encode(line) + b"\n")
-    assert kept_results(file)[trial].code == ""
+    assert read_kept_results(file)[trial].code == ""
 
 
 def test_the_fingerprint_follows_what_decides_and_not_what_reports(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_report_is_written_from_kept_trials_without_running_any(tmp_path: Path
 @pytest.mark.slow
 def test_a_quick_run_plays_every_policy_and_writes_the_report(tmp_path: Path) -> None:
     assert main(["autoscale", "--quick", "--out", str(tmp_path), "--jobs", "2"]) == 0
-    found = kept_results(tmp_path / "quick.jsonl")
+    found = read_kept_results(tmp_path / "quick.jsonl")
     assert {one.policy for one in found if one.load == "quick"} == set(POLICIES)
     assert {policy_named(one.policy).kind for one in found if one.load == "quick-kinds"} == {0, 1}
     assert all(not one.lost and not one.refused and one.requests > 100 for one in found.values())

@@ -9,7 +9,7 @@ from bench.autoscale.fleet import Replica, choose_replicas_to_remove, fleet_cost
 from bench.autoscale.report import PolicyPoint, cost_at, dominates, extra_cost
 from bench.autoscale.trial import WindowAttainment, direction_changes, met_by_window, overload_to_order_s
 from bench.lab.measures import LatencyObjective
-from bench.reporting.results import RequestResult
+from bench.reporting.request_results import RequestResult
 
 
 def replica(name: str, created_at_s: float, **times: float) -> Replica:

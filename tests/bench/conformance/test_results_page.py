@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.cluster.assets import versions
+from bench.cluster.assets import pinned_versions
 from bench.conformance.results_page import (
     PAGE,
     Remarks,
@@ -45,7 +45,7 @@ RESULT = SuiteResult(
     },
     120.0,
 )
-NAMES = [one.name for one in list_suites(versions())]
+NAMES = [one.name for one in list_suites(pinned_versions())]
 
 
 def test_every_case_stands_on_the_page_and_those_that_failed_come_first() -> None:

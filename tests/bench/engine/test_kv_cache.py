@@ -13,7 +13,7 @@ from tests.examples import examples
 
 def filled(pool: BlockPool, hashes: list[int]) -> list[int]:
     """Blocks of a request whose full blocks have these hashes."""
-    shared = pool.match(hashes)
+    shared = pool.match_prefix(hashes)
     blocks = pool.allocate(shared, len(hashes) - len(shared))
     assert blocks is not None
     for block, value in zip(blocks, hashes, strict=True):
@@ -26,12 +26,12 @@ def test_a_prefix_is_shared_while_held_and_remembered_when_released() -> None:
     first = filled(pool, [1, 2])
     second = filled(pool, [1, 2, 3])
     assert second[:2] == first
-    assert (pool.in_use, pool.free) == (3, 1)
+    assert (pool.blocks_in_use, pool.free_blocks) == (3, 1)
 
     pool.release(first)
     pool.release(second)
-    assert (pool.in_use, pool.free) == (0, 4)
-    assert pool.match([1, 2, 3, 4]) == second
+    assert (pool.blocks_in_use, pool.free_blocks) == (0, 4)
+    assert pool.match_prefix([1, 2, 3, 4]) == second
 
 
 def test_the_least_recently_used_block_goes_first_and_of_one_request_its_tail() -> None:
@@ -41,21 +41,21 @@ def test_the_least_recently_used_block_goes_first_and_of_one_request_its_tail() 
     pool.release(young)
 
     pool.allocate((), 1)
-    assert pool.match([1, 2]) == old[:1]
+    assert pool.match_prefix([1, 2]) == old[:1]
     pool.allocate((), 1)
-    assert pool.match([1]) == []
-    assert pool.match([3, 4]) == young
+    assert pool.match_prefix([1]) == []
+    assert pool.match_prefix([3, 4]) == young
 
 
 def test_what_does_not_fit_changes_nothing() -> None:
     pool = BlockPool(3)
     held = filled(pool, [1, 2])
     assert pool.allocate(held, 2) is None
-    assert (pool.in_use, pool.free) == (2, 1)
+    assert (pool.blocks_in_use, pool.free_blocks) == (2, 1)
     # a remembered block that would be shared is not free for something new
     pool.release(held)
-    assert pool.allocate(pool.match([1, 2]), 2) is None
-    assert pool.allocate(pool.match([1, 2]), 1) is not None
+    assert pool.allocate(pool.match_prefix([1, 2]), 2) is None
+    assert pool.allocate(pool.match_prefix([1, 2]), 1) is not None
 
 
 TOTAL = 12
@@ -77,7 +77,7 @@ class BlockAccounting(RuleBasedStateMachine):
     def begin(self, text: list[int]) -> int:
         # the hash of a block stands for all up to it
         hashes = [hash(tuple(text[: end + 1])) for end in range(len(text))]
-        shared = self.pool.match(hashes)
+        shared = self.pool.match_prefix(hashes)
         for depth in range(1, len(shared) + 1):
             assert tuple(text[:depth]) in self.stored, "a hit on what was never stored"
         blocks = self.pool.allocate(shared, len(text) - len(shared))
@@ -108,8 +108,8 @@ class BlockAccounting(RuleBasedStateMachine):
     @invariant()
     def in_use_and_free_are_all(self) -> None:
         held = {block for blocks in self.held.values() for block in blocks}
-        assert self.pool.in_use == len(held)
-        assert self.pool.in_use + self.pool.free == TOTAL
+        assert self.pool.blocks_in_use == len(held)
+        assert self.pool.blocks_in_use + self.pool.free_blocks == TOTAL
 
 
 BlockAccounting.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)

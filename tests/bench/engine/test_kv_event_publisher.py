@@ -15,7 +15,7 @@ from bench.engine.kv_cache import CacheJournal
 from bench.engine.kv_event_publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.engine.request import Request
 from bench.engine.scheduler import EngineLimits, Scheduler
-from bench.engine.step_time import Roofline
+from bench.engine.step_time import RooflineStepTime
 from bench.stack.processes import free_ports
 from extproc.prefix.kv_events import decode_batch
 from extproc.prefix.kv_index import EventSource, KvIndex
@@ -27,7 +27,7 @@ PROMPT = b"once upon a time" * 16
 @pytest.mark.parametrize("adapter", [None, "sql"])
 async def test_blocks_of_a_prompt_with_a_salt_are_found_with_it_alone(form: Form, adapter: str | None) -> None:
     journal = CacheJournal()
-    scheduler = Scheduler(Roofline(PRESETS["h100-llama-3.1-8b"]), EngineLimits(), journal)
+    scheduler = Scheduler(RooflineStepTime(PRESETS["h100-llama-3.1-8b"]), EngineLimits(), journal)
     name = adapter or "base"
     scheduler.add(Request(0, PROMPT, b"one two ", model=name, block_size=16, keeps_text=True, salt="acme"))
     while (step := scheduler.begin_step()) is not None:
@@ -47,7 +47,7 @@ async def test_blocks_of_a_prompt_with_a_salt_are_found_with_it_alone(form: Form
     index.apply(EventSource(0), decode_batch(payload))
 
     def held(salt: str | None) -> list[int]:
-        keys = index.keys(tokens_of(PROMPT), adapter=adapter, salt=salt)
+        keys = index.block_keys(tokens_of(PROMPT), adapter=adapter, salt=salt)
         return [one.holders for one in index.match(keys, 0.0)]
 
     assert held("acme")

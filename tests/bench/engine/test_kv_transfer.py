@@ -15,7 +15,7 @@ from bench.engine.kv_cache import BlockPool
 from bench.engine.kv_transfer import PinnedExports, SharedLink
 from bench.engine.request import GARBAGE, Request
 from bench.engine.scheduler import EngineLimits, Scheduler
-from bench.engine.step_time import Roofline
+from bench.engine.step_time import RooflineStepTime
 
 HARDWARE = PRESETS["h100-llama-3.1-8b"]
 
@@ -67,15 +67,15 @@ def test_pinned_blocks_are_free_when_they_are_pulled_or_the_lease_ends() -> None
         blocks = pool.allocate((), 3)
         assert blocks is not None
         exports.pin(key, blocks, 0.0)
-    assert pool.free == 1
+    assert pool.free_blocks == 1
     assert exports.release("pulled")
-    assert pool.free == 4
+    assert pool.free_blocks == 4
     # a heartbeat at 15 s: the lease ends at 35 s in place of 30 s
     assert exports.prolong("slow", 15.0)
     assert exports.expire(30.0) == ["forgotten"]
     assert exports.next_end_s() == 35.0
     assert not exports.prolong("slow", 35.0)
-    assert (pool.free, len(exports), exports.expired) == (10, 0, 2)
+    assert (pool.free_blocks, len(exports), exports.expired) == (10, 0, 2)
     assert not exports.release("slow")
 
 
@@ -85,7 +85,7 @@ def request(key: int, tokens: int, output: int = 4) -> Request:
 
 
 def scheduler(blocks: int = 100) -> Scheduler:
-    return Scheduler(Roofline(HARDWARE), EngineLimits(num_gpu_blocks=blocks))
+    return Scheduler(RooflineStepTime(HARDWARE), EngineLimits(num_gpu_blocks=blocks))
 
 
 def run(one: Scheduler) -> list[str]:
@@ -103,7 +103,7 @@ def test_the_blocks_of_an_exported_prefill_stay_held() -> None:
     assert len(run(prefill)) == 1
     ((found, blocks),) = prefill.pop_finished_exports()
     assert (found, len(blocks)) == (exported, 10)
-    assert prefill.pool.in_use == 10
+    assert prefill.pool.blocks_in_use == 10
     assert prefill.pop_sendable_tokens() == [(exported, 160)]
     assert prefill.pop_finished_exports() == []
 
@@ -115,14 +115,14 @@ def test_a_remote_prompt_waits_with_its_blocks_and_computes_one_token() -> None:
     decode.add(remote)
     assert decode.begin_step() is None
     assert decode.pop_transfers_to_start() == [(remote, 160)]
-    assert (decode.pool.in_use, len(decode.running), len(decode.waiting)) == (10, 0, 0)
+    assert (decode.pool.blocks_in_use, len(decode.running), len(decode.waiting)) == (10, 0, 0)
     decode.on_transfer_ended(remote, 160)
     step = decode.begin_step()
     assert step is not None
     assert [count for _, count in step.parts] == [1]
     decode.end_step(step)
     assert len(run(decode)) == 3
-    assert decode.pool.in_use == 0
+    assert decode.pool.blocks_in_use == 0
     counted = decode.counters
     assert (counted.prompt_tokens, counted.hits, counted.transferred) == (160, 0, 160)
 

@@ -14,7 +14,7 @@ from bench.engine.fake_tokenizer import Message, answer_text, render_chat
 from bench.engine.hardware import PRESETS
 from bench.engine.request import Request, Token
 from bench.engine.scheduler import EngineLimits, Scheduler
-from bench.engine.step_time import Roofline
+from bench.engine.step_time import RooflineStepTime
 from bench.virtual.engines import EngineKind, VirtualEngine
 from bench.virtual.event_queue import EventQueue
 from tests.examples import examples
@@ -34,7 +34,7 @@ class Engine:
 
     def __init__(self, **limits: int) -> None:
         self.limits = EngineLimits(**limits)
-        self.scheduler = Scheduler(Roofline(HARDWARE), self.limits)
+        self.scheduler = Scheduler(RooflineStepTime(HARDWARE), self.limits)
         self.now = 0.0
         self.keys = 0
 
@@ -54,7 +54,7 @@ class Engine:
         self.now += step.duration_s
         tokens = self.scheduler.end_step(step)
         pool = self.scheduler.pool
-        assert pool.in_use + pool.free == pool.total
+        assert pool.blocks_in_use + pool.free_blocks == pool.total
         return tokens
 
     def run(self) -> list[Token]:
@@ -73,7 +73,7 @@ def test_an_answer_has_all_its_tokens_in_order_and_the_last_says_so() -> None:
     tokens = engine.run()
     assert "".join(token.text for token in tokens) == request.answer.decode()
     assert [token.is_last for token in tokens] == [False] * 4 + [True]
-    assert engine.scheduler.pool.in_use == 0
+    assert engine.scheduler.pool.blocks_in_use == 0
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_running_answers() -> None:
@@ -139,7 +139,7 @@ def test_a_request_that_is_aborted_frees_its_blocks_wherever_it_was() -> None:
     engine.scheduler.abort(running)
     engine.scheduler.abort(waiting)
     assert engine.scheduler.end_step(step) == []
-    assert engine.scheduler.pool.in_use == 0
+    assert engine.scheduler.pool.blocks_in_use == 0
     assert engine.run() == []
 
 
@@ -164,7 +164,7 @@ def test_many_steps_at_once_come_to_the_same_as_one_after_the_other(
         def note(tokens: Iterable[Token], now: float) -> None:
             ends.extend((now, one.request.key, one.request.cached_tokens) for one in tokens if one.is_last)
 
-        machine = VirtualEngine(EngineKind(Roofline(HARDWARE), limits), events, note, leaps=leaps)
+        machine = VirtualEngine(EngineKind(RooflineStepTime(HARDWARE), limits), events, note, leaps=leaps)
         now = 0.0
         for key, (pause, tokens, output, text) in enumerate(jobs):
             now += pause
@@ -172,7 +172,7 @@ def test_many_steps_at_once_come_to_the_same_as_one_after_the_other(
             request = Request(key, prompt(tokens, text), answer, model="m", block_size=16)
             events.schedule_at(now, lambda later, request=request: machine.add(request, later))
         events.run()
-        assert machine.scheduler.pool.in_use == 0
+        assert machine.scheduler.pool.blocks_in_use == 0
         return ends
 
     slow, fast = play(leaps=False), play(leaps=True)
@@ -204,12 +204,12 @@ def test_whatever_comes_every_request_is_served_whole_and_no_block_is_lost(
     engine.run()
     for request in requests:
         assert request in gone or request.is_done
-    assert engine.scheduler.pool.in_use == 0
+    assert engine.scheduler.pool.blocks_in_use == 0
 
 
 def test_requests_of_more_adapters_than_a_batch_may_use_wait_and_those_behind_them_do_not() -> None:
     limits = EngineLimits(num_gpu_blocks=64, max_loras=1)
-    scheduler = Scheduler(Roofline(PRESETS["h100-llama-3.1-8b"]), limits)
+    scheduler = Scheduler(RooflineStepTime(PRESETS["h100-llama-3.1-8b"]), limits)
     for key, adapter in enumerate(["sql", "law", "sql", ""]):
         scheduler.add(Request(key, b"word" * 20, b"word", model="m", block_size=16, adapter=adapter))
     step = scheduler.begin_step()

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bench.engine.hardware import GPUS, LINKS, MODELS, PRESETS, Gpu, GpuLink, Hardware, ModelShape
-from bench.engine.step_time import Roofline, StepBatch, StepWork, prefill_s, step_seconds
+from bench.engine.step_time import RooflineStepTime, StepBatch, StepWork, prefill_s, step_seconds
 
 # Round numbers: 1e9 parameters, 2e9 bytes; 10 layers; 2 * 10 * 1 * 50 * 2 = 2,000 bytes of KV a token.
 SHAPE = ModelShape(parameters=1e9, layers=10, hidden=100, heads=2, kv_heads=1, head_dim=50)
@@ -80,7 +80,7 @@ def test_kv_capacities_are_those_that_memory_leaves() -> None:
 
 
 def test_a_long_prefill_goes_in_chunks_of_the_budget_beside_decodes() -> None:
-    speed = Roofline(ONE)
+    speed = RooflineStepTime(ONE)
     alone = [StepWork(400, 100), StepWork(400, 500), StepWork(200, 900)]
     expected = sum(step_seconds(ONE, [chunk]) for chunk in alone)
     assert prefill_s(speed, 1000, 100, budget=400) == pytest.approx(expected)

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from bench.engine.structured_outputs import (
-    OutputStructure,
+    OutputConstraint,
     StructureInvalid,
     forced_tool_call,
     generate_value,
@@ -112,7 +112,7 @@ def test_a_schema_that_no_value_of_ours_fits_is_refused_with_the_reason(schema: 
 
 
 def test_an_answer_has_four_bytes_a_token_and_is_cut_at_its_limit() -> None:
-    structure = OutputStructure({"const": "abcdefgh"})
+    structure = OutputConstraint({"const": "abcdefgh"})
     whole = write_answer(structure, 100, random.Random(0))
     assert (whole.text, whole.reason) == (b'"abcdefgh"  ', "stop")
     cut = write_answer(structure, 2, random.Random(0))
@@ -121,7 +121,7 @@ def test_an_answer_has_four_bytes_a_token_and_is_cut_at_its_limit() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 50])
 def test_an_object_without_a_schema_is_as_long_as_it_may_be(tokens: int) -> None:
-    written = write_answer(OutputStructure(), tokens, random.Random(0))
+    written = write_answer(OutputConstraint(), tokens, random.Random(0))
     assert isinstance(json.loads(written.text), dict)
     assert written.reason == "stop"
     assert len(written.text) // 4 in {tokens, 1}
@@ -130,16 +130,16 @@ def test_an_object_without_a_schema_is_as_long_as_it_may_be(tokens: int) -> None
 def test_what_is_asked_for_is_read_as_the_apis_write_it() -> None:
     schema = {"type": "object"}
     assert json_structure(None) is json_structure({"type": "text"}) is None
-    assert json_structure({"type": "json_object"}) == OutputStructure()
-    assert json_structure({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}) == OutputStructure(
+    assert json_structure({"type": "json_object"}) == OutputConstraint()
+    assert json_structure({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}) == OutputConstraint(
         schema
     )
-    assert json_structure({"type": "json_schema", "name": "a", "schema": schema}) == OutputStructure(schema)
+    assert json_structure({"type": "json_schema", "name": "a", "schema": schema}) == OutputConstraint(schema)
     for wrong in ({"type": "json_schema"}, {"type": "yaml"}):
         with pytest.raises(StructureInvalid):
             json_structure(wrong)
-    assert forced_tool_call({"a": None, "b": schema}, None) == OutputStructure({"type": "object"}, "a", "tool_calls")
-    assert forced_tool_call({"a": None, "b": schema}, "b", reason="stop") == OutputStructure(schema, "b", "stop")
+    assert forced_tool_call({"a": None, "b": schema}, None) == OutputConstraint({"type": "object"}, "a", "tool_calls")
+    assert forced_tool_call({"a": None, "b": schema}, "b", reason="stop") == OutputConstraint(schema, "b", "stop")
     with pytest.raises(StructureInvalid, match="no tool 'c'"):
         forced_tool_call({"a": None}, "c")
     with pytest.raises(StructureInvalid, match="needs tools"):

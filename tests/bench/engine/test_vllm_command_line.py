@@ -11,8 +11,8 @@ from bench.engine.__main__ import parser
 from bench.engine.vllm_command_line import translate_arguments
 from controller.api.model import ModelFormat
 from controller.api.serving_runtime import EngineConfig, LoraLimits, Parallelism
+from controller.models.runtimes.engine_settings import EngineSettings, build_command_line, engine_settings
 from controller.models.runtimes.presets import built_in_presets
-from controller.models.runtimes.settings import EngineSettings, build_command_line, engine_settings
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -18,7 +18,7 @@ from bench.lab.fairness import (
     TenantLoad,
     measure_flood,
     measure_locality,
-    measure_orders,
+    measure_queue_orders,
     measure_service_gap,
     measure_shares,
 )
@@ -81,7 +81,7 @@ def test_a_flood_of_quiet_engines_costs_the_others_little() -> None:
 
 @pytest.mark.slow
 def test_deadlines_are_met_by_their_order_and_means_by_the_shortest_first() -> None:
-    found = {one.order: one for one in measure_orders(rate=13, duration_s=13, engines=2)}
+    found = {one.order: one for one in measure_queue_orders(rate=13, duration_s=13, engines=2)}
     first = found["FirstCome"]
     assert found["Deadline"].missed < 0.8 * first.missed
     assert found["ShortestFirst"].mean_ttft_s < 0.9 * first.mean_ttft_s

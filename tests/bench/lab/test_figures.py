@@ -10,9 +10,9 @@ import pytest
 
 from bench.__main__ import main
 from bench.lab.figures import sweeps_of, write_figures
-from bench.lab.trial import Trial, TrialConditions, TrialReport, run
-from bench.reporting.pages import Table, figure
-from bench.reporting.results import mean_interval
+from bench.lab.trial import Trial, TrialConditions, TrialReport, run_trial
+from bench.reporting.report_elements import Table, figure
+from bench.reporting.request_results import mean_interval
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ CHAT = "chat:sessions=6,turns=2,system_tokens=600"
 
 def play(policy: str, rate_scale: float, seed: int = 0) -> TrialReport:
     conditions = TrialConditions(CHAT, engines=2, hardware="h100", model="8b", rate_scale=rate_scale, seed=seed)
-    return run(Trial(policy, conditions), lambda: 0.0)
+    return run_trial(Trial(policy, conditions), lambda: 0.0)
 
 
 @pytest.fixture(scope="module")

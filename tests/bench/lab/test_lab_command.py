@@ -15,7 +15,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.lab import html, lab_command
-from bench.lab import runner as inputs
+from bench.lab import trial_runner as inputs
 from bench.lab import validation as check
 from bench.lab.policies import registry
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.lab.measures import LatencyObjective, measure
 from bench.lab.trial import RequestRow
-from bench.reporting.results import distribution, mean_interval, ratio_interval, windows
+from bench.reporting.request_results import distribution, mean_interval, ratio_interval, split_into_windows
 
 
 def row(
@@ -55,11 +55,11 @@ def test_nothing_measured_is_nothing_and_no_error() -> None:
 
 def test_windows_hold_all_values_in_their_order() -> None:
     values = [float(number) for number in range(100)]
-    cut = windows(values, 7)
+    cut = split_into_windows(values, 7)
     assert [value for window in cut for value in window] == values
     assert len(cut) == 7
-    assert windows([1.0, 2.0], 12) == [[1.0], [2.0]]
-    assert windows([], 12) == []
+    assert split_into_windows([1.0, 2.0], 12) == [[1.0], [2.0]]
+    assert split_into_windows([], 12) == []
 
 
 def test_an_interval_holds_the_true_mean_about_as_often_as_it_says() -> None:

@@ -11,7 +11,7 @@ from bench.lab.hardware import HardwareUnknown, engine_kinds
 from bench.lab.measures import LatencyObjective, measure
 from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.policies.registry import POLICIES
-from bench.lab.trial import Trial, TrialConditions, TrialReport, check_trials, run
+from bench.lab.trial import Trial, TrialConditions, TrialReport, check_trials, run_trial
 
 CHAT = "chat:sessions=60,sessions_per_s=12,system_prompts=6,system_tokens=3000,turns=2"
 SHORT = CHAT.replace("sessions=60", "sessions=20")
@@ -21,7 +21,7 @@ def play(policy: str, trace: str = CHAT, **conditions: object) -> TrialReport:
     known = {"engines": 3, "hardware": "h100", "model": "8b", "block_size": 16, **conditions}
     if policy.startswith("pd-"):
         known = {"prefill": 1, "decode": 2, **known}
-    return run(Trial(policy, TrialConditions(trace, **known)), time.perf_counter)  # type: ignore[arg-type]
+    return run_trial(Trial(policy, TrialConditions(trace, **known)), time.perf_counter)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -14,7 +14,7 @@ from bench.engine.step_time import StepWork, step_batch
 from bench.lab.validation import (
     InterpolatedCurve,
     InterpolatedSurface,
-    MeasuredKernels,
+    MeasuredStepTime,
     RecordedRequest,
     measured_latencies,
     simulate_latencies,
@@ -51,7 +51,7 @@ def profiles(tmp_path: Path) -> Path:
 
 
 def test_a_step_is_its_kernels_layer_by_layer_and_once(profiles: Path) -> None:
-    model = MeasuredKernels(profiles, "x", layers=2)
+    model = MeasuredStepTime(profiles, "x", layers=2)
     # 8 dense kernels a layer and 2 once, each tokens + 9 us; lm_head and sampler; attention of two layers
     decodes = model.seconds(step_batch([StepWork(1, 500)] * 10))
     assert decodes == pytest.approx((18 * 19 + 509 + 20 + 2 * 50) / 1e6 + PER_STEP_S + 10 * PER_REQUEST_S)
@@ -62,7 +62,7 @@ def test_a_step_is_its_kernels_layer_by_layer_and_once(profiles: Path) -> None:
 
 
 def test_chunks_of_several_requests_are_taken_one_by_one(profiles: Path) -> None:
-    model = MeasuredKernels(profiles, "x", layers=1)
+    model = MeasuredStepTime(profiles, "x", layers=1)
     two = model.seconds(step_batch([StepWork(200, 0), StepWork(200, 0)]))
     # the kernel of 200 twice: 2 * 200 us
     assert two == pytest.approx((10 * 409 + 501 + 20 + 400) / 1e6 + PER_STEP_S + 2 * PER_REQUEST_S)
@@ -75,7 +75,7 @@ def test_a_run_is_played_at_its_own_times(profiles: Path) -> None:
     assert was.tpot_s.mean == pytest.approx((0.2 + 1.0) / 2)
     assert was.makespan_s == 12.5
     found = simulate_latencies(
-        run, EngineKind(MeasuredKernels(profiles, "x", layers=2), EngineLimits(num_gpu_blocks=100))
+        run, EngineKind(MeasuredStepTime(profiles, "x", layers=2), EngineLimits(num_gpu_blocks=100))
     )
     assert 10.0 < found.makespan_s < 10.1
     assert 0 < found.tpot_s.mean < found.ttft_s.mean < 0.02

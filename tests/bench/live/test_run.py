@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.live.run import Comparison, PolicyRun, main, table, write_report
-from bench.reporting.pages import Provenance
-from bench.reporting.results import RequestResult, summarize
+from bench.reporting.report_elements import Provenance
+from bench.reporting.request_results import RequestResult, summarize
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.micro.baselines import SERVER
+from bench.micro.baseline_servers import SERVER
 from bench.micro.compared_servers import ANSWER_BY_ENVOY, bundle_files
 from bench.stack.stack import documents
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench.micro.compared_servers import MeasuredCase
 from bench.micro.grpc_load import grpc_call_frames, set_stream_id
-from bench.micro.http_load import RequestLoad, tensor_calls
+from bench.micro.http_load import RequestLoad, grpc_tensor_requests
 from bench.micro.instant_engine import INFER_CALL, serve_grpc
 from bench.stack.processes import free_ports
 from extproc.rpc.http2 import PREFACE, DataReceived, FrameType, Http2Connection, StreamEnded, StreamOpened, encode_frame
@@ -38,7 +38,7 @@ def test_frames_are_a_call_with_one_message(size: int) -> None:
 
 
 def test_a_tensor_is_a_message_of_the_protocol() -> None:
-    first, second = tensor_calls(300, count=2, model="iris")
+    first, second = grpc_tensor_requests(300, count=2, model="iris")
     found = V2["ModelInferRequest"].FromString(second.body)
     assert found.model_name == "iris"
     assert (found.inputs[0].datatype, list(found.inputs[0].shape)) == ("UINT8", [300])
@@ -52,7 +52,7 @@ async def load(handler: Callable[[RpcCall], Awaitable[None]], *, by_gateway: boo
     listening = socket.create_server(("127.0.0.1", 0))
     server = RpcServer({INFER_CALL: handler})
     await server.start(listening)
-    requests = [one.on_wire() for one in tensor_calls(100_000, count=3)]
+    requests = [one.wire_bytes() for one in grpc_tensor_requests(100_000, count=3)]
     made = RequestLoad(requests, connections=2, calls=True, by_gateway=by_gateway)
     try:
         await made.run("127.0.0.1", listening.getsockname()[1], seconds=0.05)
@@ -81,7 +81,7 @@ async def test_an_answer_that_is_not_good_ends_it_with_its_head() -> None:
 async def test_the_engine_answers_calls() -> None:
     (port,) = free_ports(1)
     serving = asyncio.create_task(serve_grpc([port]))
-    requests = [one.on_wire() for one in tensor_calls(10, count=1)]
+    requests = [one.wire_bytes() for one in grpc_tensor_requests(10, count=1)]
 
     async def answers() -> bool:
         try:

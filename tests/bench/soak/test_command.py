@@ -53,8 +53,8 @@ def test_the_report_has_the_verdict_and_a_picture(tmp_path: Path) -> None:
     record = SoakRecord(1, 20.0, (), samples=samples)
     checks = judge(record, SoakLimits())
 
-    report.write(record, checks, tmp_path)
+    report.write_results(record, checks, tmp_path)
 
     assert b'"verdict"' in (tmp_path / "soak.json").read_bytes()
     assert (tmp_path / "soak.png").stat().st_size > 1000
-    assert "not judged memory of extproc: too short to tell" in report.lines(checks)
+    assert "not judged memory of extproc: too short to tell" in report.check_lines(checks)

@@ -19,8 +19,8 @@ from bench.soak.fleet import (
     spare_numbers,
 )
 from bench.soak.run import probe_targets
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import ConfigDirectory
-from extproc.api.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from pathlib import Path

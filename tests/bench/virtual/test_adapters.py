@@ -19,7 +19,7 @@ from extproc.api.config_loader import load_snapshot
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.reporting.results import RequestResult
+    from bench.reporting.request_results import RequestResult
 
 ENGINES = ["10.0.0.1:8000", "10.0.0.2:8000"]
 SLOTS = 2

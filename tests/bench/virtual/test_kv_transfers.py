@@ -69,7 +69,7 @@ def test_the_first_token_comes_after_prefill_handshake_and_transfer() -> None:
     assert fleet.first_s[101] == pytest.approx(prefilled_s)
     assert fleet.first_s[1] == pytest.approx(prefilled_s + 0.5 + 0.01 + 0.1 + step_s(StepWork(1, 999)))
     assert (request.transferred, request.produced) == (1000, 8)
-    assert fleet.prefill.scheduler.pool.in_use == fleet.one.scheduler.pool.in_use == 0
+    assert fleet.prefill.scheduler.pool.blocks_in_use == fleet.one.scheduler.pool.blocks_in_use == 0
     assert fleet.transfers.count == 1
 
 
@@ -113,7 +113,7 @@ def test_a_push_in_pieces_overlaps_with_the_prefill() -> None:
         fleet.ask(1, 3 * 8192, fleet.one)
         fleet.events.run()
         first_s[pushes] = fleet.first_s[1] - fleet.first_s[101]
-        assert fleet.prefill.scheduler.pool.in_use == fleet.one.scheduler.pool.in_use == 0
+        assert fleet.prefill.scheduler.pool.blocks_in_use == fleet.one.scheduler.pool.blocks_in_use == 0
     # all three are seen, or about the last alone
     assert first_s[False] == pytest.approx(3 * 8192 / 20_000, rel=0.05)
     assert first_s[True] < 0.6 * first_s[False]
@@ -124,7 +124,7 @@ def test_blocks_stay_pinned_until_they_are_pulled() -> None:
     fleet.ask(1, 1000, fleet.one)
     used = {}
     for at_s in (0.4, 1.5):
-        fleet.events.schedule_at(at_s, lambda now: used.update({now: fleet.prefill.scheduler.pool.in_use}))
+        fleet.events.schedule_at(at_s, lambda now: used.update({now: fleet.prefill.scheduler.pool.blocks_in_use}))
     fleet.events.run()
     assert used == {0.4: 63, 1.5: 0}
 

@@ -7,11 +7,11 @@ import pytest
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
-from bench.reporting.results import Summary, summarize
+from bench.reporting.request_results import Summary, summarize
 from bench.stack.stack import documents
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import DisaggregationSettings, Simulation
-from bench.workload.generators import Conversations, conversations
+from bench.workload.generators import Conversations, conversation_workload
 from extproc.api.config_loader import load_snapshot
 
 SHAPE = Conversations(sessions=120)
@@ -22,7 +22,7 @@ def simulate(picker: str, hardware: str = "h100-llama-3.1-8b") -> Summary:
     snapshot = load_snapshot({"all.yaml": documents(engines, picker=picker, gateway={}).encode()})
     kind = roofline_engine(PRESETS[hardware], EngineLimits(num_gpu_blocks=3000))
     simulation = Simulation(snapshot, dict.fromkeys(engines, kind))
-    return summarize(simulation.run(conversations(SHAPE)), speed=1.0)
+    return summarize(simulation.run(conversation_workload(SHAPE)), speed=1.0)
 
 
 def test_prefix_aware_picking_beats_round_robin_on_ttft_and_cache_hits() -> None:
@@ -50,7 +50,7 @@ def pair_of(leg: str, *, engine: str = "vLLM", connector: str = "NixlConnector")
 def test_a_leg_beside_its_request_takes_as_long_as_a_sidecars_and_its_end_is_known() -> None:
     gateway = pair_of("Gateway", engine="SGLang", connector="bootstrap_room")
     sidecar, shape = pair_of("Sidecar", engine="SGLang"), Conversations(sessions=12)
-    ours, theirs = gateway.run(conversations(shape)), sidecar.run(conversations(shape))
+    ours, theirs = gateway.run(conversation_workload(shape)), sidecar.run(conversation_workload(shape))
     assert len(ours) == len(theirs) == 48
     assert not any(one.error for one in ours)
     assert {one.prefilled_by for one in ours} == {"10.0.0.1:8000"}
@@ -65,7 +65,7 @@ def test_a_leg_beside_its_request_takes_as_long_as_a_sidecars_and_its_end_is_kno
 def test_a_leg_that_extproc_makes_takes_as_long_as_a_sidecars_and_teaches_what_the_transfer_takes() -> None:
     gateway, sidecar = pair_of("Gateway"), pair_of("Sidecar")
     shape = Conversations(sessions=12)
-    ours, theirs = gateway.run(conversations(shape)), sidecar.run(conversations(shape))
+    ours, theirs = gateway.run(conversation_workload(shape)), sidecar.run(conversation_workload(shape))
     assert len(ours) == len(theirs) == 48
     assert {one.prefilled_by for one in ours} == {"10.0.0.1:8000"}
     assert not any(one.error for one in ours)

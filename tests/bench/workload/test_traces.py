@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.workload.generators import Conversations, conversations
+from bench.workload.generators import Conversations, conversation_workload
 from bench.workload.sessions import text_of
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
 from tests.examples import examples
@@ -32,14 +32,14 @@ def test_text_has_its_length_and_depends_on_its_key_alone(key: str, other: str, 
 
 def test_equal_seeds_give_equal_conversations_and_arrivals_keep_their_rate() -> None:
     shape = Conversations(sessions=400, sessions_per_s=5.0)
-    one = conversations(shape)
-    assert one == conversations(shape)
-    assert one != conversations(shape, seed=1)
+    one = conversation_workload(shape)
+    assert one == conversation_workload(shape)
+    assert one != conversation_workload(shape, seed=1)
     begins = [session.begins_at_s for session in one.sessions]
     assert begins == sorted(begins)
     assert begins[-1] == pytest.approx(400 / 5.0, rel=0.2)
     assert len({session.system for session in one.sessions}) == shape.system_prompts
-    assert one.requests == 1600
+    assert one.request_count == 1600
     thinks = {turn.think_s > 0 for session in one.sessions for turn in session.turns[1:]}
     assert thinks == {True}
 

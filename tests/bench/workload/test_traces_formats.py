@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.lab.workload_command import statistics
-from bench.workload.generators import GENERATORS, generate
+from bench.workload.generators import GENERATORS, generate_workload
 from bench.workload.sessions import join_pieces, text_of, with_rate_scale
 from bench.workload.traces import Excerpt, TraceInvalid, consecutive_runs, read_trace
 from extproc.wire_protocol import TENANT
@@ -115,7 +115,7 @@ def test_what_is_missing_in_a_table_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_equal_seeds_give_equal_traffic_in_the_order_of_time(name: str) -> None:
-    one, same, other = (generate(name, seed, Excerpt(0, 30)) for seed in (1, 1, 2))
+    one, same, other = (generate_workload(name, seed, Excerpt(0, 30)) for seed in (1, 1, 2))
     assert one == same
     assert one.sessions != other.sessions
     begins = [session.begins_at_s for session in one.sessions]
@@ -126,28 +126,28 @@ def test_equal_seeds_give_equal_traffic_in_the_order_of_time(name: str) -> None:
 
 
 def test_numbers_of_a_generator_can_be_set() -> None:
-    made = generate("shared-prefix:groups=3,prompts=4,prefix=128,question=64,concurrency=5", 0, ALL)
+    made = generate_workload("shared-prefix:groups=3,prompts=4,prefix=128,question=64,concurrency=5", 0, ALL)
     assert [len(session.turns) for session in made.sessions] == [3, 3, 2, 2, 2]
     beginnings = {turn.text[: 4 * 128] for session in made.sessions for turn in session.turns}
     assert len(beginnings) == 3
-    assert made.requests == 12
+    assert made.request_count == 12
     assert {session.begins_at_s for session in made.sessions} == {0.0}
 
 
 def test_adapters_are_asked_for_and_named() -> None:
-    made = generate("lora:adapters=3", 0, Excerpt(0, 100))
+    made = generate_workload("lora:adapters=3", 0, Excerpt(0, 100))
     assert made.adapters == ("adapter-0", "adapter-1", "adapter-2")
 
 
 def test_a_faster_rate_moves_beginnings_and_not_thoughts() -> None:
-    made = generate("chat", 0, Excerpt(0, 10))
+    made = generate_workload("chat", 0, Excerpt(0, 10))
     twice = with_rate_scale(made, 2.0)
     assert twice.sessions[5].begins_at_s == made.sessions[5].begins_at_s / 2
     assert twice.sessions[5].turns == made.sessions[5].turns
 
 
 def test_reuse_is_what_one_cache_of_that_size_would_find() -> None:
-    made = generate("shared-prefix:groups=2,prompts=2,prefix=6400,question=64,output=1,rate=1", 0, ALL)
+    made = generate_workload("shared-prefix:groups=2,prompts=2,prefix=6400,question=64,output=1,rate=1", 0, ALL)
     found = statistics(made, random.Random(0), capacities=(100,))
     unbounded, tiny = found.reuse
     # two of four prompts find 100 blocks of 101 or 102; a cache of one block forgets

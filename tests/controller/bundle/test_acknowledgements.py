@@ -21,7 +21,7 @@ from bench.stack.processes import free_ports
 from bench.stack.stack import documents
 from controller.bundle.acknowledgements import (
     PATIENCE_S,
-    Acknowledgements,
+    AcknowledgementPoller,
     bundle_versions,
     file_version,
     subscription_names,
@@ -74,8 +74,8 @@ def taking(snapshot: Snapshot, out: Path) -> EnvoyState:
 ADMIN = "127.0.0.1:9901"
 
 
-def started(envoys: Envoys, snapshot: Snapshot, out: Path) -> Acknowledgements:
-    acknowledgements = Acknowledgements(envoys.read, f"{out}/bootstrap.json")
+def started(envoys: Envoys, snapshot: Snapshot, out: Path) -> AcknowledgementPoller:
+    acknowledgements = AcknowledgementPoller(envoys.read, f"{out}/bootstrap.json")
     acknowledgements.expect(snapshot, out, 100.0)
     return acknowledgements
 
@@ -306,7 +306,7 @@ def test_routes_are_not_written_before_envoy_has_their_clusters(tmp_path: Path) 
         versions = {CLUSTERS: clusters, **{name: version(file) for name, file in others.items()}}
         return EnvoyState(f"{out}/bootstrap.json", versions, {})
 
-    acknowledgements = Acknowledgements(read, f"{out}/bootstrap.json")
+    acknowledgements = AcknowledgementPoller(read, f"{out}/bootstrap.json")
     follower = BundleSync(ConfigDirectory(config), out, str(out), acknowledgements)
     follower.write_first_bundle(lambda: 0.0)
     used, routes = version("cds.json"), version("rds.json")
@@ -410,7 +410,7 @@ def test_a_probe_is_told_what_envoy_says_of_itself(tmp_path: Path) -> None:
     config, port = tmp_path / "config", free_ports(1)[0]
     config.mkdir()
     (config / "a.yaml").write_text(documents(["127.0.0.1:8000"], gateway={"admin": f"127.0.0.1:{envoy.server_port}"}))
-    acknowledgements = Acknowledgements(lambda _: None, "/x/bootstrap.json")
+    acknowledgements = AcknowledgementPoller(lambda _: None, "/x/bootstrap.json")
     follower = BundleSync(ConfigDirectory(config), tmp_path / "out", "/x", acknowledgements)
     serve_metrics(follower, ("127.0.0.1", port), CollectorRegistry())
 

@@ -16,7 +16,7 @@ import pytest
 
 from controller.bundle.envoy.bundle import BundleWriter, build_bundle
 from controller.bundle.envoy.secrets import Authorities, AwsCredentials, Certificate, EngineKey, SystemAuthorities
-from controller.bundle.secret_files import SIGNS_NOTHING, KeyFiles, SecretFiles
+from controller.bundle.secret_files import SIGNS_NOTHING, AuthKeyReader, SecretFileReader
 from controller.bundle.sync import (
     BundleSync,
     publish_steps,
@@ -26,9 +26,9 @@ from controller.bundle.sync import (
     write_secrets,
     write_step,
 )
-from extproc.api.authentication import has_usable_key
+from extproc.api.authentication import jwks_has_usable_key
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import ConfigDirectory, load_snapshot
-from extproc.api.errors import ConfigInvalid
 from tests.certificates import Authority
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def pair_in(folder: Path) -> Certificate:
 
 def test_a_certificate_and_its_key_become_one_secret(tmp_path: Path) -> None:
     source = pair_in(tmp_path)
-    (file,) = SecretFiles({}).read([source, source], TODAY).items()
+    (file,) = SecretFileReader({}).read([source, source], TODAY).items()
     assert file[0] == source.file
     assert content(file[1], "tls_certificate", "private_key") == (tmp_path / "one.key").read_bytes()
     assert json.loads(file[1])["resources"][0]["name"] == source.name
@@ -62,13 +62,13 @@ def test_a_certificate_and_its_key_become_one_secret(tmp_path: Path) -> None:
 def test_names_are_relative_to_the_folder_of_the_configuration(tmp_path: Path) -> None:
     pair_in(tmp_path)
     source = Certificate("one.crt", "one.key")
-    ((_, text),) = SecretFiles({}, tmp_path).read([source], TODAY).items()
+    ((_, text),) = SecretFileReader({}, tmp_path).read([source], TODAY).items()
     assert content(text, "tls_certificate", "private_key") == (tmp_path / "one.key").read_bytes()
 
 
 def test_half_of_a_new_pair_leaves_the_last_one_in_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = pair_in(tmp_path)
-    secrets = SecretFiles({})
+    secrets = SecretFileReader({})
     before = secrets.read([source], TODAY)
     fresh = AUTHORITY.issue(dns=["a.example"])
     (tmp_path / "one.crt").write_bytes(fresh.cert)
@@ -86,7 +86,7 @@ def test_half_of_a_new_pair_leaves_the_last_one_in_use(tmp_path: Path, caplog: p
 
 def test_what_is_put_back_as_it_was_is_said_no_more(tmp_path: Path) -> None:
     source = pair_in(tmp_path)
-    secrets = SecretFiles({})
+    secrets = SecretFileReader({})
     before = secrets.read([source], TODAY)
     good = (tmp_path / "one.key").read_bytes()
     (tmp_path / "one.key").write_text("")
@@ -113,38 +113,38 @@ def test_what_was_never_good_is_refused_without_its_content(
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigInvalid, match=said) as caught:
-        SecretFiles({}).read([source], TODAY)
+        SecretFileReader({}).read([source], TODAY)
     assert "PRIVATE" not in str(caught.value)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ca")
     with pytest.raises(ConfigInvalid, match="is not a regular file"):
-        SecretFiles({}).read([Authorities(str(tmp_path / "ca"))], TODAY)
+        SecretFileReader({}).read([Authorities(str(tmp_path / "ca"))], TODAY)
 
 
 def test_authorities_come_with_what_they_have_revoked(tmp_path: Path) -> None:
     (tmp_path / "ca").write_bytes(AUTHORITY.cert)
     (tmp_path / "crl").write_bytes(AUTHORITY.revoked(AUTHORITY.issue()))
     source = Authorities(str(tmp_path / "ca"), str(tmp_path / "crl"))
-    text = SecretFiles({}).read([source], TODAY)[source.file]
+    text = SecretFileReader({}).read([source], TODAY)[source.file]
     assert content(text, "validation_context", "crl") == (tmp_path / "crl").read_bytes()
     (tmp_path / "crl").write_text("nothing")
     with pytest.raises(ConfigInvalid, match="has no list"):
-        SecretFiles({}).read([source], TODAY)
+        SecretFileReader({}).read([source], TODAY)
 
 
 def test_the_authorities_of_the_machine_are_found_as_openssl_finds_them(tmp_path: Path) -> None:
     file = tmp_path / "roots.pem"
     file.write_bytes(AUTHORITY.cert + Authority("another").cert)
-    files = SecretFiles({"SSL_CERT_FILE": str(file)})
+    files = SecretFileReader({"SSL_CERT_FILE": str(file)})
     (text,) = files.read([SystemAuthorities()], TODAY).values()
     assert content(text, "validation_context", "trusted_ca") == file.read_bytes()
     # of some hundred, one or the other ends soon
     assert files.ends_at == {}
     file.write_bytes(b"none")
     with pytest.raises(ConfigInvalid, match="the authorities that this machine trusts"):
-        SecretFiles({"SSL_CERT_FILE": str(file)}).read([SystemAuthorities()], TODAY)
+        SecretFileReader({"SSL_CERT_FILE": str(file)}).read([SystemAuthorities()], TODAY)
 
 
 def test_engines_keys_come_from_files_or_the_environment(tmp_path: Path) -> None:
@@ -154,16 +154,16 @@ def test_engines_keys_come_from_files_or_the_environment(tmp_path: Path) -> None
         EngineKey(None, "ENGINE_KEY"),
         EngineKey(None, "NO_KEY"),
     )
-    found = SecretFiles({"ENGINE_KEY": "sk-two"}).read([filed, named], TODAY)
+    found = SecretFileReader({"ENGINE_KEY": "sk-two"}).read([filed, named], TODAY)
     assert content(found[filed.file], "generic_secret", "secret") == b"Bearer sk-one"
     assert content(found[named.file], "generic_secret", "secret") == b"Bearer sk-two"
     with pytest.raises(ConfigInvalid, match="the environment variable NO_KEY: is not set"):
-        SecretFiles({}).read([missing], TODAY)
+        SecretFileReader({}).read([missing], TODAY)
 
 
 def test_certificates_that_end_soon_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = AUTHORITY.issue(ends_in=timedelta(days=3)).write(tmp_path, "soon")
-    secrets = SecretFiles({})
+    secrets = SecretFileReader({})
     for _ in range(2):
         secrets.read([Certificate(files["certFile"], files["keyFile"])], TODAY)
     assert caplog.text.count("is good until") == 1
@@ -174,13 +174,13 @@ def test_a_start_between_a_certificate_and_its_key_goes_on_with_what_the_last_wr
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = pair_in(tmp_path)
-    before = SecretFiles({}).read([source], TODAY)
+    before = SecretFileReader({}).read([source], TODAY)
     left = tmp_path / "out" / source.file
     left.parent.mkdir(parents=True)
     left.write_text(before[source.file])
     fresh = AUTHORITY.issue(dns=["a.example"])
     (tmp_path / "one.crt").write_bytes(fresh.cert)
-    secrets = SecretFiles({}, bundle=tmp_path / "out")
+    secrets = SecretFileReader({}, bundle=tmp_path / "out")
     assert secrets.read([source], TODAY) == secrets.read([source], TODAY) == before
     assert caplog.text.count("what was there before stays in use") == 1
     (tmp_path / "one.key").write_bytes(fresh.key)
@@ -211,7 +211,7 @@ def with_key(**fields: object) -> Snapshot:
     return configured(json.dumps({"apiKeys": [{"name": "a", "tenant": "t", **fields}]}))
 
 
-def filled(files: KeyFiles, snapshot: Snapshot, now: datetime = NOW) -> dict[str, str | None]:
+def filled(files: AuthKeyReader, snapshot: Snapshot, now: datetime = NOW) -> dict[str, str | None]:
     """Digests by name."""
     authentication = files.fill_keys(snapshot, now).gateway.authentication
     assert authentication is not None
@@ -231,7 +231,7 @@ def test_all_ways_to_give_a_key_end_in_its_digest(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"  {KEY}\n")
     for given in ({"key": KEY}, {"keyFile": str(file)}, {"keyEnv": "A_KEY"}, {"keySHA256": digest(KEY).upper()}):
-        assert filled(KeyFiles({"A_KEY": f"{KEY}\n"}), with_key(**given)) == {"a": digest(KEY)}
+        assert filled(AuthKeyReader({"A_KEY": f"{KEY}\n"}), with_key(**given)) == {"a": digest(KEY)}
 
 
 def test_names_of_files_are_relative_to_the_configuration_wherever_the_writer_runs(tmp_path: Path) -> None:
@@ -244,22 +244,22 @@ def test_names_of_files_are_relative_to_the_configuration_wherever_the_writer_ru
         {"name": "a", "issuer": "a", "jwksFile": "../set.json", "anyAudience": True},
         {"name": "b", "issuer": "b", "remoteJwks": remote, "anyAudience": True},
     ]
-    assert filled(KeyFiles({}, config), with_key(keyFile="../key")) == {"a": digest(KEY)}
+    assert filled(AuthKeyReader({}, config), with_key(keyFile="../key")) == {"a": digest(KEY)}
     given = configured(json.dumps({"jwt": issuers}))
-    authentication = KeyFiles({}, config).fill_keys(given, NOW).gateway.authentication
+    authentication = AuthKeyReader({}, config).fill_keys(given, NOW).gateway.authentication
     assert authentication is not None
     local, fetched = authentication.jwt
     assert local.jwks == JWKS
-    assert fetched.file == str(config / "../ca.pem")
+    assert fetched.referenced_file == str(config / "../ca.pem")
 
 
 def test_an_unchanged_configuration_gives_the_same_object() -> None:
-    files, snapshot = KeyFiles({}), with_key(key=KEY)
+    files, snapshot = AuthKeyReader({}), with_key(key=KEY)
     assert files.fill_keys(snapshot, NOW).gateway is files.fill_keys(snapshot, NOW).gateway
 
 
 def test_a_key_is_left_out_from_the_moment_it_expires_and_its_file_need_not_stay() -> None:
-    files = KeyFiles({})
+    files = AuthKeyReader({})
     snapshot = with_key(keyFile="/nowhere", expiresAt="2029-12-31T23:59:59Z")
     assert filled(files, snapshot) == {}
     text = build_bundle(files.fill_keys(snapshot, NOW), "/x")["keys.json"]
@@ -272,7 +272,7 @@ def test_envoy_itself_knows_when_a_key_expires() -> None:
 
 
 def test_a_replaced_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, files = tmp_path / "key", KeyFiles({})
+    file, files = tmp_path / "key", AuthKeyReader({})
     snapshot = with_key(keyFile=str(file))
     file.write_text(KEY)
     file.chmod(0o600)
@@ -292,7 +292,7 @@ def test_a_replaced_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, cap
 
 
 def test_a_file_that_everybody_can_read_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, files = tmp_path / "key", KeyFiles({})
+    file, files = tmp_path / "key", AuthKeyReader({})
     file.write_text(KEY)
     file.chmod(0o640)
     filled(files, with_key(keyFile=str(file)))
@@ -318,7 +318,7 @@ def test_a_file_that_everybody_can_read_is_warned_of_once(tmp_path: Path, caplog
 def test_a_key_that_cannot_be_had_is_a_mistake_that_does_not_repeat_it(given: dict[str, str], said: str) -> None:
     environment = {"TWO_LINES": f"{KEY}\n{KEY}", "NO_TEXT": f"{KEY}\udcff"}
     with pytest.raises(ConfigInvalid) as caught:
-        KeyFiles(environment).fill_keys(with_key(**given), NOW)
+        AuthKeyReader(environment).fill_keys(with_key(**given), NOW)
     assert said in str(caught.value)
     assert no_secret_in(str(caught.value))
 
@@ -326,7 +326,7 @@ def test_a_key_that_cannot_be_had_is_a_mistake_that_does_not_repeat_it(given: di
 def test_a_key_that_is_not_there_is_left_out_until_it_comes(tmp_path: Path) -> None:
     file = tmp_path / "key"
     keys = [{"name": "late", "tenant": "t", "keyFile": str(file)}, {"name": "here", "tenant": "t", "key": KEY}]
-    snapshot, files = configured(json.dumps({"apiKeys": keys})), KeyFiles({})
+    snapshot, files = configured(json.dumps({"apiKeys": keys})), AuthKeyReader({})
     found, mistakes = files.fill_available_keys(snapshot, NOW)
     assert [one.file for one in mistakes] == [str(file)]
     assert found.gateway.authentication is not None
@@ -341,13 +341,13 @@ def test_an_issuer_without_its_key_set_stays_and_none_of_its_tokens_is_good(tmp_
     snapshot = configured(
         json.dumps({"jwt": [{"name": "l", "issuer": "i", "audiences": ["a"], "jwksFile": str(file)}]})
     )
-    files = KeyFiles({})
+    files = AuthKeyReader({})
     found, mistakes = files.fill_available_keys(snapshot, NOW)
     assert [one.file for one in mistakes] == [str(file)]
     assert found.gateway.authentication is not None
     (issuer,) = found.gateway.authentication.jwt
     assert issuer.jwks == SIGNS_NOTHING
-    assert has_usable_key(SIGNS_NOTHING)
+    assert jwks_has_usable_key(SIGNS_NOTHING)
     assert "signs-nothing" in build_bundle(found, "/x")["tokens.json"]
     file.write_text(JWKS)
     found, mistakes = files.fill_available_keys(snapshot, NOW)
@@ -380,7 +380,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(ConfigInvalid) as caught:
-        KeyFiles({}).fill_keys(with_key(keyFile=str(pipe)), NOW)
+        AuthKeyReader({}).fill_keys(with_key(keyFile=str(pipe)), NOW)
     assert "is not a regular file; name a file that holds one key" in str(caught.value)
 
 
@@ -389,7 +389,7 @@ def test_of_two_with_the_same_key_the_first_has_it(tmp_path: Path, caplog: pytes
     file.write_text(KEY)
     file.chmod(0o600)
     snapshot = configured(f"{{apiKeys: [{{name: a, tenant: t, key: {KEY}}}, {{name: b, tenant: u, keyFile: {file}}}]}}")
-    assert filled(KeyFiles({}), snapshot) == {"a": digest(KEY)}
+    assert filled(AuthKeyReader({}), snapshot) == {"a": digest(KEY)}
     assert [one.getMessage() for one in caplog.records] == [
         "b: has the key of a, and is not used; keys tell callers apart"
     ]
@@ -585,7 +585,7 @@ aws_access_key_id = AKIDOTHER
 def test_of_aws_credentials_envoy_gets_what_it_reads(tmp_path: Path) -> None:
     (tmp_path / "aws").write_text(AWS_FILE)
     source = AwsCredentials("aws")
-    assert SecretFiles({}, tmp_path).read([source], TODAY) == {
+    assert SecretFileReader({}, tmp_path).read([source], TODAY) == {
         f"secrets/{source.name}.ini": "[default]\naws_access_key_id=AKIDEXAMPLE\n"
         "aws_secret_access_key=wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY\naws_session_token=IQoJb3JpZ2luX2VjE==\n"
     }
@@ -609,13 +609,13 @@ def test_of_aws_credentials_envoy_gets_what_it_reads(tmp_path: Path) -> None:
 def test_other_files_sign_nothing_and_are_not_repeated(tmp_path: Path, text: str) -> None:
     (tmp_path / "aws").write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigInvalid, match="is no credentials file of AWS; write one") as caught:
-        SecretFiles({}, tmp_path).read([AwsCredentials("aws")], TODAY)
+        SecretFileReader({}, tmp_path).read([AwsCredentials("aws")], TODAY)
     assert not [secret for secret in ("AKID", "wJalr", "sk-of") if secret in str(caught.value)]
 
 
 def test_credentials_that_are_named_no_more_are_removed(tmp_path: Path) -> None:
     (tmp_path / "aws").write_text(AWS_FILE)
-    files = SecretFiles({}, tmp_path).read([AwsCredentials("aws")], TODAY)
+    files = SecretFileReader({}, tmp_path).read([AwsCredentials("aws")], TODAY)
     write_secrets(tmp_path, files)
     (written,) = (tmp_path / "secrets").iterdir()
     assert written.stat().st_mode & 0o777 == 0o600

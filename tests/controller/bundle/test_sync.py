@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import pytest
 
-from bench.sizes.configuration import GatewayPorts, Sizes, configuration
+from bench.sizes.configuration import GatewayPorts, ObjectCounts, configuration
 from controller.__main__ import main
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES, BundleWriter, build_bundle
 from controller.bundle.envoy.clusters import backend_cluster, backend_resource
 from controller.bundle.envoy.envoy_json import to_json
-from controller.bundle.envoy.extproc_bypass import CHANGES_FILTER
+from controller.bundle.envoy.extproc_fail_open import CHANGES_FILTER
 from controller.bundle.envoy.filters import BODY_FILTERS
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.sync import GOLDEN_PATH, BundleSync, PublishStep, publish_steps, remove_orphans, write_step
@@ -32,7 +32,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
     from extproc.api.snapshot import Snapshot
 
 GATEWAY = GatewayPorts(listen="127.0.0.1:8080", admin="127.0.0.1:9901", extproc="127.0.0.1:9002", engines=8000)
@@ -101,7 +101,7 @@ def test_what_extproc_decides_has_a_route_for_each_time_limit_and_number_of_retr
 
     named = {"name": "x-attache-server", "present_match": True}
     # what extproc writes of the servers is what the route matches
-    (policy,) = {one.spec.traffic_policy.route for one in snapshot.servers[1:]}
+    (policy,) = {one.spec.traffic_policy.route_settings_text for one in snapshot.servers[1:]}
     assert special["match"]["headers"] == [named, {"name": "x-attache-policy", "string_match": {"exact": policy}}]
     assert (special["route"]["timeout"], "retry_policy" in special["route"]) == ("7200s", False)
     assert default["match"]["headers"] == [named]
@@ -111,7 +111,7 @@ def test_what_extproc_decides_has_a_route_for_each_time_limit_and_number_of_retr
 
 def test_routes_grow_with_hosts_plus_models_and_not_with_their_product() -> None:
     def count(models: int, hosts: int, mode: Literal["Open", "Close"]) -> int:
-        made = configuration(Sizes(models, models + hosts, hosts, models, models, 1, 1), GATEWAY, mode)
+        made = configuration(ObjectCounts(models, models + hosts, hosts, models, models, 1, 1), GATEWAY, mode)
         return len(routes(build_bundle(load_snapshot(made), "/x")))
 
     for mode in ("Open", "Close"):
@@ -121,7 +121,7 @@ def test_routes_grow_with_hosts_plus_models_and_not_with_their_product() -> None
 
 def test_the_list_of_models_without_extproc_may_be_longer_than_envoys_4_kib() -> None:
     files = build_bundle(
-        load_snapshot(configuration(Sizes(models=60, routes=60, hosts=1, adapters=60), GATEWAY, "Open")), "/x"
+        load_snapshot(configuration(ObjectCounts(models=60, routes=60, hosts=1, adapters=60), GATEWAY, "Open")), "/x"
     )
     listed = next(one for one in routes(files) if one["name"] == "models-without-extproc")
     size = len(listed["direct_response"]["body"]["inline_string"])

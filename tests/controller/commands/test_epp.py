@@ -20,8 +20,8 @@ from controller.gateway.compile.inference_pools import server_from_pool
 from controller.gateway.compile.source_objects import decode_source
 from extproc.api.picker_config import accept_any_plugins
 from extproc.cli.serve import parser
-from extproc.metrics.registry import TlsMetrics
-from extproc.streams.tls import ReloadingCertificate, TlsLimits
+from extproc.metrics.request_metrics import TlsMetrics
+from extproc.streams.tls import ReloadingCertificate, TlsRequirements
 
 ROOT = Path(__file__).parents[3]
 
@@ -178,7 +178,7 @@ async def handshake(*words: str, version: ssl.TLSVersion) -> tuple[str, str, str
     None if on nothing.
     """
     options = parser().parse_args(["--config", "x", *planned("--pool-name", "llama", *words).extproc])
-    limits = TlsLimits(options.tls_min_version, options.tls_ciphers)
+    limits = TlsRequirements(options.tls_min_version, options.tls_ciphers)
     followed = ReloadingCertificate(None, TlsMetrics(CollectorRegistry()), lambda: dt.datetime.now(dt.UTC), limits)
 
     async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from controller.commands.convert import convert, main, validate_objects
-from controller.convert.fields import ConversionFailed, quantity, unique_target_names
+from controller.convert.foreign_fields import ConversionFailed, parse_quantity, unique_target_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -207,7 +207,7 @@ def test_what_cannot_be_understood_is_told(things: list[dict[str, Any]], said: s
 
 def test_quantities_are_read_as_kubernetes_does() -> None:
     texts = ("10", "0.5", "500m", "2k", "1Ki", "1e2", 4)
-    assert [quantity(one, "x") for one in texts] == [10, 0.5, 0.5, 2000, 1024, 100, 4]
+    assert [parse_quantity(one, "x") for one in texts] == [10, 0.5, 0.5, 2000, 1024, 100, 4]
 
 
 def test_names_of_targets_are_short_and_differ() -> None:

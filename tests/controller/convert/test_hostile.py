@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.commands.convert import convert, main, validate_objects
-from controller.convert.fields import ConversionFailed, unique_target_names
+from controller.convert.foreign_fields import ConversionFailed, unique_target_names
 from tests.examples import examples
 
 if TYPE_CHECKING:

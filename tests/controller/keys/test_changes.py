@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from controller.bundle.secret_files import KeyFiles
+from controller.bundle.secret_files import AuthKeyReader
 from controller.keys import changes
-from controller.keys.changes import KeyRefused, NewKey, key_for_display, key_request, key_update
+from controller.keys.changes import KeyIdAndDigest, KeyRefused, key_for_display, parse_key_request, parse_key_update
 from extproc.api import key_store
 from extproc.api.authentication import Authentication, VirtualKeys
 from extproc.api.gateway_config import GatewayConfigSpec
@@ -31,15 +31,15 @@ def digest(number: int) -> str:
 
 
 def created(store: KeyStoreSpec = EMPTY, number: int = 1, **fields: object) -> tuple[KeyStoreSpec, VirtualKey]:
-    asked = key_request({"name": f"key-{number}", "tenant": "acme", **fields})
-    return changes.create(store, asked, NewKey(f"{number:012x}", digest(number)), NOW)
+    asked = parse_key_request({"name": f"key-{number}", "tenant": "acme", **fields})
+    return changes.create(store, asked, KeyIdAndDigest(f"{number:012x}", digest(number)), NOW)
 
 
 def usable(store: KeyStoreSpec, now: datetime = NOW) -> dict[str, ApiKey]:
     """What the bundle's writer gives Envoy, by digest."""
     gateway = GatewayConfigSpec(authentication=Authentication(virtual_keys=VirtualKeys()))
     snapshot = Snapshot(version="", routes=(), servers=(), gateway=with_virtual_keys(gateway, store))
-    filled = KeyFiles({}).fill_keys(snapshot, now).gateway.authentication
+    filled = AuthKeyReader({}).fill_keys(snapshot, now).gateway.authentication
     assert filled is not None
     return {one.digest or "": one for one in filled.api_keys}
 
@@ -100,7 +100,9 @@ def test_a_name_is_never_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyRefused, match="was the name of a deleted key"):
         created(store)
     with pytest.raises(KeyRefused, match="there is a key 'key-2' already"):
-        changes.create(store, key_request({"name": "key-2", "tenant": "a"}), NewKey("0", ""), NOW, taken={"key-2"})
+        changes.create(
+            store, parse_key_request({"name": "key-2", "tenant": "a"}), KeyIdAndDigest("0", ""), NOW, taken={"key-2"}
+        )
     monkeypatch.setattr(changes, "MOST_RETIRED", 2)
     for number in (2, 3):
         store, _ = created(store, number)
@@ -118,11 +120,11 @@ def test_keys_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_left_out_of_an_update_stays() -> None:
     store, before = created(models=["llama"], expiresIn="1h", budgets=[{"window": "Month", "max": {"money": "2.5"}}])
-    store, after = changes.update(store, "key-1", key_update({"models": None}), NOW)
+    store, after = changes.update(store, "key-1", parse_key_update({"models": None}), NOW)
     assert after == msgspec.structs.replace(before, models=None)
-    store, after = changes.update(store, "key-1", key_update({"expiresAt": None, "budgets": []}), NOW)
+    store, after = changes.update(store, "key-1", parse_key_update({"expiresAt": None, "budgets": []}), NOW)
     assert (after.expires_at, after.budgets) == (None, ())
-    _, after = changes.update(store, "key-1", key_update({"expiresIn": "2h"}), NOW)
+    _, after = changes.update(store, "key-1", parse_key_update({"expiresIn": "2h"}), NOW)
     assert after.expires_at == NOW + 2 * HOUR
 
 
@@ -130,10 +132,10 @@ def test_a_key_reads_its_tenants_usage_only_while_somebody_lets_it() -> None:
     store, plain = created()
     assert [one.reports for one in usable(store).values()] == [None]
     assert "reports" not in key_for_display(plain, NOW)
-    store, _ = changes.update(store, "key-1", key_update({"reports": "Tenant"}), NOW)
+    store, _ = changes.update(store, "key-1", parse_key_update({"reports": "Tenant"}), NOW)
     store, _ = changes.rotate(store, "key-1", digest(2), NOW, overlap_s=60.0)
     assert [one.reports for one in usable(store).values()] == ["Tenant"] * 2
-    store, _ = changes.update(store, "key-1", key_update({"reports": None}), NOW)
+    store, _ = changes.update(store, "key-1", parse_key_update({"reports": None}), NOW)
     assert [one.reports for one in usable(store).values()] == [None] * 2
     _, made = created(store, 3, reports="Tenant")
     assert key_for_display(made, NOW)["reports"] == "Tenant"
@@ -170,7 +172,7 @@ def test_what_no_key_can_be_is_refused(fields: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(("plain", "message"), [([], "^.. is a list"), ({}, "^the field 'name' is missing")])
 def test_what_is_no_key_at_all_is_refused(plain: object, message: str) -> None:
     with pytest.raises(KeyRefused, match=message):
-        key_request(plain)
+        parse_key_request(plain)
 
 
 def test_a_store_is_read_as_it_was_written() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from attache.__main__ import main
 from controller.keys import store as module
-from controller.keys.changes import KeyRefused, key_request
+from controller.keys.changes import KeyRefused, parse_key_request
 from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyStoreFile
 from extproc.api.config_loader import load_directory
 from extproc.api.key_store import KEYS_FILE
@@ -44,7 +44,7 @@ def admin(folder: Path) -> KeyAdmin:
 
 
 def asked(name: str = "web", **fields: object) -> KeyRequest:
-    return key_request({"name": name, "tenant": "acme", **fields})
+    return parse_key_request({"name": name, "tenant": "acme", **fields})
 
 
 def audit(folder: Path) -> list[dict[str, Any]]:

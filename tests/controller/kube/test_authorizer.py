@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from controller.kube.authorizer import ACCESS_REVIEWS, PageAccess, RequestAuthorizer, ResourceAccess, User
+from controller.kube.authorizer import ACCESS_REVIEWS, NonResourceAccess, RequestAuthorizer, ResourceAccess, User
 from controller.kube.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ async def test_answers_are_kept_for_seconds() -> None:
     for _ in range(3):
         user = await callers.user_of("Bearer good")
         assert user == User("scraper", ("a",))
-        assert await callers.is_allowed(user, PageAccess("get", "/metrics"))
+        assert await callers.is_allowed(user, NonResourceAccess("get", "/metrics"))
     assert len(server.asked) == 2
     now[0] += 11.0
     assert await callers.user_of("Bearer good")

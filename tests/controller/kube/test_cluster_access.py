@@ -12,7 +12,7 @@ import yaml
 
 from bench.cluster.certificates import Authority
 from bench.cluster.control_plane import write_kubeconfig
-from controller.kube.cluster_access import ClusterAccess, find_access, from_kubeconfig, in_cluster
+from controller.kube.cluster_access import ClusterAccess, access_from_kubeconfig, find_access, in_cluster_access
 from controller.kube.errors import AccessInvalid
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ def kubeconfig(path: Path, user: dict[str, Any], cluster: dict[str, Any] | None 
 
 def test_the_current_context_counts_unless_another_is_named(tmp_path: Path) -> None:
     path = kubeconfig(tmp_path / "config", {"token": "t"})
-    assert from_kubeconfig(path) == ClusterAccess("https://kube.test:6443", namespace="here", token="t")  # noqa: S106 - not one
-    assert from_kubeconfig(path, "two") == ClusterAccess("https://kube.test:6443")
+    assert access_from_kubeconfig(path) == ClusterAccess("https://kube.test:6443", namespace="here", token="t")  # noqa: S106 - not one
+    assert access_from_kubeconfig(path, "two") == ClusterAccess("https://kube.test:6443")
     with pytest.raises(AccessInvalid, match="no context 'three'"):
-        from_kubeconfig(path, "three")
+        access_from_kubeconfig(path, "three")
 
 
 def test_certificates_are_read_from_the_file_or_from_beside_it(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_certificates_are_read_from_the_file_or_from_beside_it(tmp_path: Path) -
     (tmp_path / "key.pem").write_text(key)
     user = {"client-certificate": "client.pem", "client-key": "key.pem"}
     data = base64.b64encode(authority.certificate.encode()).decode()
-    access = from_kubeconfig(kubeconfig(tmp_path / "config", user, {"certificate-authority-data": data}))
+    access = access_from_kubeconfig(kubeconfig(tmp_path / "config", user, {"certificate-authority-data": data}))
     assert (access.ca, access.certificate, access.key) == (authority.certificate, certificate, key)
     assert access.tls() is not None
     assert ClusterAccess("http://kube.test").tls() is None
@@ -56,7 +56,7 @@ def test_certificates_are_read_from_the_file_or_from_beside_it(tmp_path: Path) -
 
 def test_a_token_file_is_read_anew_for_each_call(tmp_path: Path) -> None:
     path = kubeconfig(tmp_path / "config", {"tokenFile": "token"})
-    access = from_kubeconfig(path)
+    access = access_from_kubeconfig(path)
     with pytest.raises(AccessInvalid, match="cannot read the token"):
         access.headers()
     for token in ("first", "second"):
@@ -74,16 +74,16 @@ def test_a_token_file_is_read_anew_for_each_call(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_used_is_said(tmp_path: Path, user: dict[str, Any], cluster: dict[str, Any], why: str) -> None:
     with pytest.raises(AccessInvalid, match=why):
-        from_kubeconfig(kubeconfig(tmp_path / "config", user, cluster))
+        access_from_kubeconfig(kubeconfig(tmp_path / "config", user, cluster))
 
 
 @pytest.mark.parametrize("content", ["- a", "{", ""])
 def test_a_file_that_is_no_kubeconfig_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config").write_text(content)
     with pytest.raises(AccessInvalid, match="config"):
-        from_kubeconfig(tmp_path / "config")
+        access_from_kubeconfig(tmp_path / "config")
     with pytest.raises(AccessInvalid, match="cannot read"):
-        from_kubeconfig(tmp_path / "none")
+        access_from_kubeconfig(tmp_path / "none")
 
 
 def test_bad_certificates_are_said_before_the_first_call() -> None:
@@ -99,9 +99,9 @@ def test_a_pod_has_its_service_account(tmp_path: Path) -> None:
     assert (access.server, access.ca, access.namespace) == ("https://[fd00::1]:6443", "CA", "mine")
     assert access.headers() == {"authorization": "Bearer t"}
     with pytest.raises(AccessInvalid, match="no service account"):
-        in_cluster(environment, tmp_path / "none")
+        in_cluster_access(environment, tmp_path / "none")
     with pytest.raises(AccessInvalid, match="not in a pod"):
-        in_cluster({})
+        in_cluster_access({})
 
 
 def test_kubeconfig_comes_before_the_pod_and_the_pod_before_the_home(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_kubeconfig_comes_before_the_pod_and_the_pod_before_the_home(tmp_path: P
 def test_what_is_written_is_read_and_only_by_its_owner(tmp_path: Path) -> None:
     access = ClusterAccess("https://kube.test", ca="CA", namespace="here", token="t")  # noqa: S106 - not one
     path = write_kubeconfig(tmp_path / "config", access)
-    assert from_kubeconfig(path) == access
+    assert access_from_kubeconfig(path) == access
     assert path.stat().st_mode & 0o077 == 0
 
 

@@ -19,7 +19,7 @@ from bench.stack.processes import free_ports
 from controller.kube import gateway_reports as demand
 from controller.kube.gateway_reports import DemandFeed, DemandRelay
 from controller.kube.metrics_and_health import serve_pages
-from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, Demand, ServerDemand, complete_demand
+from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, ProcessDemand, ServerDemand, apply_demand_delta
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def line(instance: str, sequence: int, **servers: ServerDemand) -> bytes:
-    return msgspec.json.encode(Demand(instance, sequence, 1.0, servers)) + b"\n"
+    return msgspec.json.encode(ProcessDemand(instance, sequence, 1.0, servers)) + b"\n"
 
 
 @contextlib.asynccontextmanager
@@ -85,7 +85,7 @@ class Stand:
 
     def __init__(self, trusted: tuple[str, ...] = ()) -> None:
         self.pods: dict[str, dict[str, Any]] = {}
-        self.heard: dict[str, list[Demand]] = {}
+        self.heard: dict[str, list[ProcessDemand]] = {}
         self.feed = DemandFeed(
             lambda: self.pods,
             self.hear,
@@ -94,7 +94,7 @@ class Stand:
             trusted=trusted,
         )
 
-    def hear(self, key: str, message: Demand, at_s: float) -> None:
+    def hear(self, key: str, message: ProcessDemand, at_s: float) -> None:
         assert at_s <= time.monotonic()  # noqa: TID251 - real streams
         self.heard.setdefault(key, []).append(message)
 
@@ -232,7 +232,7 @@ def waiting(requests: int) -> ServerDemand:
 
 async def changes_then_a_gap(answer: web.StreamResponse) -> None:
     await answer.write(line("x", 1, a=waiting(1), b=waiting(2)))
-    for said in (Demand("x", 2, 1.0, {"b": waiting(3)}, since=1), Demand("x", 4, 1.0, since=3)):
+    for said in (ProcessDemand("x", 2, 1.0, {"b": waiting(3)}, since=1), ProcessDemand("x", 4, 1.0, since=3)):
         await answer.write(msgspec.json.encode(said) + b"\n")
     await asyncio.sleep(10)
 
@@ -252,7 +252,7 @@ async def test_a_pod_tells_its_followers_changes_if_they_ask_for_these() -> None
     async def speak(answer: web.StreamResponse) -> None:
         await answer.write(line("x", 1, a=waiting(1), b=waiting(2)))
         for sequence in range(2, 10_000):
-            said = Demand("x", sequence, 1.0, {"b": waiting(sequence)}, since=sequence - 1)
+            said = ProcessDemand("x", sequence, 1.0, {"b": waiting(sequence)}, since=sequence - 1)
             await answer.write(msgspec.json.encode(said) + b"\n")
             await asyncio.sleep(0.02)
 
@@ -262,14 +262,16 @@ async def test_a_pod_tells_its_followers_changes_if_they_ask_for_these() -> None
         serve_pages(address, CollectorRegistry(), lambda: True, extprocs=[process]),
         aiohttp.ClientSession() as http,
     ):
-        lines: dict[str, list[Demand]] = {}
+        lines: dict[str, list[ProcessDemand]] = {}
         for query in ("watch", "watch=changes"):
             async with http.get(f"http://{address}{DEMAND_PATH}?{query}") as answer:
-                lines[query] = [msgspec.json.decode(await answer.content.readline(), type=Demand) for _ in range(5)]
+                lines[query] = [
+                    msgspec.json.decode(await answer.content.readline(), type=ProcessDemand) for _ in range(5)
+                ]
     assert all(one.servers.keys() == {"a", "b"} and not one.since for one in lines["watch"])
-    known: Demand | None = None
+    known: ProcessDemand | None = None
     for said in lines["watch=changes"]:
-        is_first, known = known is None, complete_demand(said, known)
+        is_first, known = known is None, apply_demand_delta(said, known)
         assert known is not None
         assert known.servers == {"a": waiting(1), "b": waiting(known.servers["b"].queued)}
         assert is_first or list(said.servers) == ["b"]
@@ -289,7 +291,7 @@ async def test_a_pod_tells_what_each_of_its_processes_says_and_which_say_nothing
             slots = {(one.slot, one.instance) for one in stand.heard["default/g"]}
             assert slots == {(first, "a"), (second, "b"), (nowhere, "")}
             async with http.get(f"http://{address}{DEMAND_PATH}") as answer:
-                once = [msgspec.json.decode(one, type=Demand) for one in (await answer.read()).splitlines()]
+                once = [msgspec.json.decode(one, type=ProcessDemand) for one in (await answer.read()).splitlines()]
             assert [(one.slot, one.instance) for one in once] == [(first, "a"), (second, "b"), (nowhere, "")]
             # its end is not held up by who follows: the server would wait a minute for them
             began_s = time.monotonic()  # noqa: TID251 - a real server
@@ -299,7 +301,7 @@ async def test_a_pod_tells_what_each_of_its_processes_says_and_which_say_nothing
 def bulky(slot: int, sequence: int = 1) -> bytes:
     """A line of a process, of some 200 kB."""
     server = ServerDemand(model="m" * 200_000)
-    return msgspec.json.encode(Demand(f"p{slot}", sequence, 1.0, {"default/a": server}, slot=f"s{slot}")) + b"\n"
+    return msgspec.json.encode(ProcessDemand(f"p{slot}", sequence, 1.0, {"default/a": server}, slot=f"s{slot}")) + b"\n"
 
 
 @pytest.mark.parametrize(("trusted", "heard"), [((), 4), (("default",), 10)])

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from controller.kube.client import WatchEvent
-from controller.kube.executor import Expectations
 from controller.kube.informer import Store
+from controller.kube.plan_executor import Expectations
 from controller.kube.resources import PODS
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class Copy:
     def get(self, _: Resource, key: str) -> Object | None:
         return self.store.objects.get(key)
 
-    def take_in(self, _: Resource, thing: Object) -> None:
-        self.store.take_in(thing)
+    def apply_write_answer(self, _: Resource, thing: Object) -> None:
+        self.store.apply_write_answer(thing)
 
     def hear(self, thing: Object, type_: str = "MODIFIED") -> list[str]:
         return self.store.apply_event(WatchEvent(type_, thing))
@@ -56,7 +56,7 @@ def test_a_write_is_there_at_once_and_its_event_is_no_news() -> None:
 
 def test_events_from_before_a_write_change_nothing_and_later_ones_do() -> None:
     copy = Copy(pod("8"))
-    assert copy.store.take_in(pod("10")) == [KEY]
+    assert copy.store.apply_write_answer(pod("10")) == [KEY]
     assert copy.hear(pod("9")) == []
     assert copy.version == "10"
     assert copy.hear(pod("11")) == [KEY]
@@ -65,7 +65,7 @@ def test_events_from_before_a_write_change_nothing_and_later_ones_do() -> None:
 
 def test_a_list_from_before_a_write_changes_nothing_and_what_it_lacks_is_gone() -> None:
     copy = Copy(pod("8"))
-    copy.store.take_in(pod("10"))
+    copy.store.apply_write_answer(pod("10"))
     assert copy.store.replace([pod("9")]) == []
     assert copy.version == "10"
     assert copy.store.replace([]) == [KEY]
@@ -83,9 +83,9 @@ def test_what_somebody_else_has_written_since_stays() -> None:
 def test_what_is_gone_or_is_another_object_of_the_name_does_not_come_back() -> None:
     copy = Copy(pod("8"))
     copy.hear(pod("9"), "DELETED")
-    assert copy.store.take_in(pod("10")) == []
+    assert copy.store.apply_write_answer(pod("10")) == []
     copy.hear(pod("12", uid="other"), "ADDED")
-    assert copy.store.take_in(pod("13")) == []
+    assert copy.store.apply_write_answer(pod("13")) == []
     assert copy.version == "12"
     # an older number of another object is no older state
     assert copy.hear(pod("7", uid="third")) == [KEY]
@@ -114,13 +114,13 @@ def test_versions_that_are_no_numbers_are_left_to_the_watch() -> None:
 def test_an_answer_that_cannot_be_read_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     store = Store(lambda thing: {**thing, "spec": thing["spec"]})
     store.replace([pod("8", spec=1)])
-    assert store.take_in(pod("10")) == []
+    assert store.apply_write_answer(pod("10")) == []
     assert store.objects[KEY]["spec"] == 1
     assert "cannot be read" in caplog.text
 
 
 def test_an_answer_that_is_no_longer_selected_is_removed_by_the_watch() -> None:
     copy = Copy(pod("8"))
-    copy.store.take_in(pod("10"))
+    copy.store.apply_write_answer(pod("10"))
     assert copy.hear(pod("10"), "DELETED") == [KEY]
     assert copy.version is None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from controller.kube.crd_files import files
-from controller.kube.kinds import GATEWAY_KINDS, KINDS, Kind, definition_of
+from controller.kube.crd_files import crd_yaml_files
+from controller.kube.kinds import GATEWAY_KINDS, KINDS, Kind, crd_object
 from extproc.api.decode import decode
 from extproc.api.yaml_documents import split_documents
 from tests.rule_cases import CASES, Case
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FOLDER = Path(__file__).parents[3] / "manifests" / "crds"
-files_once = cache(files)
+files_once = cache(crd_yaml_files)
 
 
 def schemas(node: object) -> Iterator[dict[str, Any]]:
@@ -38,7 +38,7 @@ def rules(kind: str) -> set[str]:
     (found,) = (one for one in KINDS if one.name == kind)
     return {
         rule["rule"]
-        for schema in schemas(definition_of(found))
+        for schema in schemas(crd_object(found))
         for rule in schema.get("x-kubernetes-validations", ())
         # of a type, wherever it is used
         if "message" in rule
@@ -72,7 +72,7 @@ def test_a_directory_says_of_a_kind_that_only_a_cluster_has_that_it_is_one(kind:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_list_that_a_rule_walks_is_bounded(kind: Kind) -> None:
     """Kubernetes refuses rules whose cost it cannot bound."""
-    for schema in schemas(definition_of(kind)["spec"]["versions"][0]["schema"]):
+    for schema in schemas(crd_object(kind)["spec"]["versions"][0]["schema"]):
         if schema.get("type") == "array":
             assert "maxItems" in schema
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.registry import Collector
 
 from bench.stack.processes import free_ports
-from controller.kube.metrics_and_health import MetricFamily, escape_labels, render_page, serve_pages
+from controller.kube.metrics_and_health import MetricFamily, encode_labels, render_page, serve_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,8 +41,8 @@ VALUES = [
 
 class Families(Collector):
     def collect(self) -> Iterator[Metric]:
-        rows = [(escape_labels(NAMES, (f"b{at}", "default")), value) for at, value in enumerate(VALUES)]
-        rows.append((escape_labels(NAMES, ('a "b" \\ \n ü', "")), 1.0))
+        rows = [(encode_labels(NAMES, (f"b{at}", "default")), value) for at, value in enumerate(VALUES)]
+        rows.append((encode_labels(NAMES, ('a "b" \\ \n ü', "")), 1.0))
         yield MetricFamily("some_gauge", "What \\ it is\nand more", "gauge", rows)
         yield MetricFamily("some_writes", "Writes", "counter", rows)
         yield MetricFamily("none", "Without series", "gauge", [])
@@ -61,7 +61,7 @@ def test_the_page_is_what_the_client_library_writes() -> None:
 
 class Many(Collector):
     def collect(self) -> Iterator[Metric]:
-        rows = [(escape_labels(NAMES, (f"b{at}", "default")), float(at)) for at in range(4_000)]
+        rows = [(encode_labels(NAMES, (f"b{at}", "default")), float(at)) for at in range(4_000)]
         for at in range(5):
             yield MetricFamily(f"family{at}", "One of several", "gauge", rows)
 

@@ -13,12 +13,12 @@ from bench.stack.processes import free_ports
 from controller.api.pod_spec_checks import parse_quantity, resource_requests
 from controller.kube.conditions import status_to_write, with_failure
 from controller.kube.errors import Conflict, ServerError
-from controller.kube.executor import yielded_fields
+from controller.kube.event_recorder import EventRecorder
 from controller.kube.plan import KubeEvent, without_paths
+from controller.kube.plan_executor import yielded_fields
 from controller.kube.pods import trimmed_pod, view_of
-from controller.kube.recorder import Recorder
 from controller.kube.resources import key_of
-from controller.models.kind_reconciler import GatewayLoads
+from controller.models.kind_reconciler import GatewayLoadSource
 from controller.models.model_infer.model_infer_state import PodLoad
 from controller.models.model_infer_reconciler import last_crash
 from controller.models.node_capacity import LostNodes, node_capacities, trimmed_node
@@ -138,7 +138,7 @@ def test_a_crash_is_a_bad_end_that_is_not_well_again(status: dict[str, Any], cra
 
 async def test_the_same_reason_is_told_once_a_minute() -> None:
     server, clock = Server(), [100.0]
-    recorder = Recorder(server, "manager", lambda: clock[0], lambda *_: None)  # type: ignore[arg-type]
+    recorder = EventRecorder(server, "manager", lambda: clock[0], lambda *_: None)  # type: ignore[arg-type]
     for seconds in (0, 1, 2, 59):
         clock[0] = 100.0 + seconds
         await recorder.record_events(thing(), [KubeEvent("Warning", "Crashed", "it crashed")])
@@ -210,17 +210,17 @@ async def test_who_calls_himself_a_gateway_speaks_for_his_own_namespace_alone() 
     pods = {key_of(one): one for one in (theirs, ours)}
     async with aiohttp.ClientSession() as http:
         only = Heard(reports_address("theirs", silent))
-        asked = GatewayLoads(http, only, pods.get)  # type: ignore[arg-type]
+        asked = GatewayLoadSource(http, only, pods.get)  # type: ignore[arg-type]
         assert await asked.fetch(pods) == {}, "who is not believed may still have requests under way"
         ended = reports_address("attache-system", silent)
         ended["status"]["phase"] = "Succeeded"
         heard = Heard(reports_address("theirs", silent), ended)
-        found = await GatewayLoads(http, heard, pods.get, {"attache-system"}).fetch(pods)  # type: ignore[arg-type]
+        found = await GatewayLoadSource(http, heard, pods.get, {"attache-system"}).fetch(pods)  # type: ignore[arg-type]
         assert found == {"ours/llama": PodLoad(0, 0)}
         heard = Heard(reports_address("attache-system", silent))
-        assert await GatewayLoads(http, heard, pods.get, {"attache-system"}).fetch(pods) == {}  # type: ignore[arg-type]
+        assert await GatewayLoadSource(http, heard, pods.get, {"attache-system"}).fetch(pods) == {}  # type: ignore[arg-type]
         many = Heard(*(reports_address("theirs", silent, f"gateway-{number}") for number in range(1000)))
-        asked = GatewayLoads(http, many, pods.get)  # type: ignore[arg-type]
+        asked = GatewayLoadSource(http, many, pods.get)  # type: ignore[arg-type]
         assert await asked.fetch(["theirs/llama"]) == {}, "nobody is asked"
 
 
@@ -232,5 +232,5 @@ async def test_a_gateway_that_does_not_run_has_nothing_under_way(phase: str, is_
     elsewhere, ours = reports_address("theirs", free_ports(1)[0]), engine("ours")
     elsewhere["status"]["phase"] = phase
     async with aiohttp.ClientSession() as http:
-        asked = GatewayLoads(http, Heard(elsewhere), {key_of(ours): ours}.get)  # type: ignore[arg-type]
+        asked = GatewayLoadSource(http, Heard(elsewhere), {key_of(ours): ours}.get)  # type: ignore[arg-type]
         assert await asked.fetch(["ours/llama"]) == ({"ours/llama": PodLoad(0, 0)} if is_known else {})

@@ -10,8 +10,8 @@ import pytest
 
 from controller.usage import ingest
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLinesStore
-from controller.usage.log_follower import TAKEN, LogFollower, LogPosition, OwnLogReader
+from controller.usage.json_lines_store import JsonLinesStore
+from controller.usage.log_follower import TAKEN, ExtprocLogReader, LogFollower, LogPosition
 from controller.usage.store import BadBatch, SqlStore, StoreError, StoreUnavailable, UsageSink, open_engine
 from extproc.api.usage_log import LEFT_SUFFIX
 from tests.usage_lines import NOON_S, context, line, text
@@ -75,7 +75,7 @@ class Scene:
             wall=lambda: self.now_s,
             keep_requests_s=90 * DAY_S,
             keep_rollups_s=730 * DAY_S,
-            left=OwnLogReader(self.left, lambda: self.now_s),
+            left=ExtprocLogReader(self.left, lambda: self.now_s),
         )
         self.counts = self.ingest.counts
 
@@ -191,14 +191,14 @@ def test_a_process_that_dies_keeps_lines_of_extproc_once(tmp_path: Path, dies: s
 def test_until_when_all_that_ended_is_stored(tmp_path: Path) -> None:
     sink = MemorySink()
     scene = Scene(tmp_path / "log", sink)
-    assert scene.counts.until_s is None
+    assert scene.counts.stored_until_s is None
     scene.write(*(text(line(f"r{index}", at=NOON_S + index, duration_us=500_000)) for index in range(3)))
     scene.ingest.step()
     # the end of the last one, but for what Envoy may hold
     assert sink.until_s == NOON_S - 1.5
     scene.drain()
     # nothing waits; that is stored now and then
-    assert scene.counts.until_s == scene.now_s - 4
+    assert scene.counts.stored_until_s == scene.now_s - 4
     scene.now_s += 61
     scene.drain()
     assert sink.until_s == scene.now_s - 4
@@ -360,7 +360,7 @@ _FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 from controller.usage.ingest import Ingest
-from controller.usage.jsonl import JsonLinesStore
+from controller.usage.json_lines_store import JsonLinesStore
 from controller.usage.store import SqlStore, open_engine
 from tests.controller.usage.test_ingest import Scene
 url, log, limit = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.usage.rows import MOST_LINE_BYTES, MOST_NAME, BadLine, UsageRow, parse_usage_line
-from extproc.api.usage_log import FallbackUsage, TranslatedAnswer, UsageCounts, UsageLine
+from extproc.api.usage_log import FallbackContext, TranslatedAnswer, UsageCounts, UsageLine
 from extproc.wire_protocol import truncate_name
 from tests.usage_lines import NOON_S, PRICE, context, counts, line, text
 
@@ -255,7 +255,7 @@ def test_whatever_stands_in_a_line_gives_a_bounded_row_or_a_bad_line(
 
 
 def test_a_row_has_the_fallback_that_served() -> None:
-    there = FallbackUsage("default/small", "small-model", msgspec.structs.replace(PRICE, id="p2"), degraded=True)
+    there = FallbackContext("default/small", "small-model", msgspec.structs.replace(PRICE, id="p2"), degraded=True)
     of = context(fallbacks=(there,))
     served = row(line(of=of, cluster="server/default/small", attempts=3))
     assert (served.server, served.served_model, served.price_id) == ("default/small", "small-model", "p2")

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from controller.usage.rows import make_usage_row
+from extproc.api.charged_tokens import CUTS
 from extproc.api.usage_log import UsageContext, UsageCounts, UsageLine
-from extproc.api.used_tokens import CUTS
-from extproc.core.effects import Decision, RequestSettled
+from extproc.core.effects import Decision, OutcomeJoined
 from extproc.streams.access_log import read_outcome
 from extproc.streams.messages import HttpAccessLogEntry
 from tests.examples import examples
@@ -129,7 +129,7 @@ def test_one_answer_costs_the_same_in_its_row_and_in_budgets(
     assert own.usage is not None
     before = process().left(0.0)
     settled = next(
-        one for one in core.on_outcome(read_outcome(ending.entry(own.ticket)), 1.0) if isinstance(one, RequestSettled)
+        one for one in core.on_outcome(read_outcome(ending.entry(own.ticket)), 1.0) if isinstance(one, OutcomeJoined)
     )
     core.on_stream_closed(own.ticket, 1.0)
     # as it stands in the line

@@ -22,7 +22,7 @@ from extproc.admission.budgets import (
     compile_key_budgets,
 )
 from extproc.admission.identity import Caller
-from extproc.admission.limits import NO_USAGE, Grant, Usage
+from extproc.admission.limits import NO_USAGE, Grant, RequestUsage
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.refusals import soft_budget_warning
 from extproc.api.authentication import ApiKey
@@ -51,13 +51,13 @@ def compiled(*given: Budget, owner: str = "default/chat", accounts: BudgetAccoun
 
 
 def charge(budgets: BudgetSet, tenant: str = "a", amount: float = 10.0, user: str = "", at_s: float = NOON) -> Charge:
-    (found,) = budgets.charges(Caller(tenant, user), Usage(0.0, amount), at_s)
+    (found,) = budgets.charges(Caller(tenant, user), RequestUsage(0.0, amount), at_s)
     return found
 
 
 def test_each_amount_of_a_budget_is_a_charge() -> None:
     most = {"tokens": 1000, "inputTokens": 100, "outputTokens": 200, "requests": 5, "money": "1.00"}
-    charges = compiled(budget(max=most)).charges(Caller("a"), Usage(30.0, 40.0).with_cost(PRICE), NOON)
+    charges = compiled(budget(max=most)).charges(Caller("a"), RequestUsage(30.0, 40.0).with_cost(PRICE), NOON)
     assert {one.resource: one.amount for one in charges} == {
         "total_tokens": 70.0,
         "input_tokens": 30.0,
@@ -76,14 +76,14 @@ def test_a_window_that_ends_is_another_bucket_and_what_ran_is_settled_in_its_own
     grant = limits.reserve([before], 0.0)
     after = charge(budgets, amount=100.0, at_s=midnight)
     limits.reserve([after], 1.0)
-    limits.settle(grant, Usage(0.0, 40.0), 2.0)
+    limits.settle(grant, RequestUsage(0.0, 40.0), 2.0)
     assert limits.level_of(before) == 60.0
     assert limits.level_of(after) == 0.0
 
 
 def test_a_refusal_names_the_level_and_the_end_of_the_window() -> None:
     budgets, limits = compiled(budget(per="User", window="Day", max={"money": "0.0001"}, soft=0.5)), LocalLimits()
-    usage = Usage(0.0, 30.0).with_cost(PRICE)
+    usage = RequestUsage(0.0, 30.0).with_cost(PRICE)
     limits.reserve(budgets.charges(Caller("a", "ann"), usage, NOON), 0.0)
     with pytest.raises(BudgetSpent) as refused:
         limits.reserve(budgets.charges(Caller("a", "ann"), usage, NOON), 0.0)
@@ -124,10 +124,10 @@ def test_all_budgets_must_have_room_and_nothing_is_taken_if_one_has_none() -> No
         [CompiledBudget("default/chat", budget(per="User", max={"tokens": 50}), accounts)],
         [CompiledBudget(GATEWAY, budget(name="all", per="Route", max={"tokens": 70}), accounts)],
     )
-    limits.reserve(budgets.charges(Caller("a", "one"), Usage(0.0, 40.0), NOON), 0.0)
+    limits.reserve(budgets.charges(Caller("a", "one"), RequestUsage(0.0, 40.0), NOON), 0.0)
     with pytest.raises(BudgetSpent, match="'all' of all callers"):
-        limits.reserve(budgets.charges(Caller("a", "two"), Usage(0.0, 40.0), NOON), 0.0)
-    own, _ = budgets.charges(Caller("a", "two"), Usage(0.0, 40.0), NOON)
+        limits.reserve(budgets.charges(Caller("a", "two"), RequestUsage(0.0, 40.0), NOON), 0.0)
+    own, _ = budgets.charges(Caller("a", "two"), RequestUsage(0.0, 40.0), NOON)
     assert limits.level_of(own) == 50.0
 
 
@@ -182,7 +182,7 @@ def test_one_tenant_takes_no_account_from_others(monkeypatch: pytest.MonkeyPatch
     for number in range(1000):
         budgets.charges(Caller("hostile", f"u{number}"), NO_USAGE, NOON)
     assert accounts.count <= 200 + 4
-    ann, bob, eve = (budgets.charges(Caller(*one), Usage(0.0, 100.0), NOON)
+    ann, bob, eve = (budgets.charges(Caller(*one), RequestUsage(0.0, 100.0), NOON)
                      for one in (("good", "ann"), ("good", "bob"), ("other", "eve")))  # fmt: skip
     for one in (ann, bob, eve):
         limits.reserve(one, 0.0)
@@ -204,7 +204,7 @@ def test_tenants_beyond_the_bound_share_one_account(monkeypatch: pytest.MonkeyPa
     team, person = (BudgetKey.parse(one.key) for one in budgets.charges(Caller("new", "ann"), NO_USAGE, NOON))
     assert team is not None
     assert person is not None
-    assert (team.tenant, team.name, team.caller) == ("", None, "~others")
+    assert (team.tenant, team.name, team.caller_text) == ("", None, "~others")
     assert (person.tenant, person.name) == (None, None)
 
 
@@ -266,7 +266,7 @@ def test_what_other_processes_spend_is_bounded_and_refills_nobody(monkeypatch: p
     limits.reserve([mine], 0.0)
     for number in range(1000):
         one = charge(compiled(budget(per="User")), "b", user=f"u{number}")
-        limits.spend(one.key, one.limit, 60.0, 0.0)
+        limits.spend_unreserved(one.key, one.limit, 60.0, 0.0)
     assert limits.bucket_count <= 12
     with pytest.raises(BudgetSpent):
         limits.reserve([mine], 0.0)
@@ -301,7 +301,7 @@ def test_what_began_under_another_maximum_is_settled_under_the_newest() -> None:
     limits = LocalLimits()
     began = limits.reserve([charge(compiled(budget(max={"tokens": 100})), amount=40.0)], 0.0)
     limits.reserve([charge(compiled(budget(max={"tokens": 200})), amount=10.0)], 0.0)
-    limits.settle(began, Usage(0.0, 30.0), 1.0)
+    limits.settle(began, RequestUsage(0.0, 30.0), 1.0)
     (shown,) = limits.budget_levels()
     assert (shown.limit.capacity, shown.level) == (200.0, 160.0)
 
@@ -343,18 +343,18 @@ def test_never_more_is_used_than_the_budget_and_one_estimate_error_for_each_requ
             if what == "leave":
                 used -= one.used
                 errors -= one.error
-            limits.settle(one.grant, None if what == "leave" else Usage(0.0, one.used), 0.0)
+            limits.settle(one.grant, None if what == "leave" else RequestUsage(0.0, one.used), 0.0)
         assert used <= 100.0 + errors + 1e-3
     for one in running:
-        limits.settle(one.grant, Usage(0.0, one.used), 0.0)
+        limits.settle(one.grant, RequestUsage(0.0, one.used), 0.0)
     assert limits.level_of(charge(budgets)) == pytest.approx(100.0 - used, abs=1e-6)
 
 
 def test_money_is_whole_micro_units() -> None:
     budgets, limits = compiled(budget(max={"money": Money("1000000000")})), LocalLimits()
     for _ in range(1000):
-        usage = Usage(333.0, 77.0).with_cost(PRICE)
+        usage = RequestUsage(333.0, 77.0).with_cost(PRICE)
         grant = limits.reserve(budgets.charges(Caller("a"), usage, NOON), 0.0)
-        limits.settle(grant, Usage(332.0, 76.0).with_cost(PRICE), 0.0)
-    (one,) = budgets.charges(Caller("a"), Usage(0.0, 0.0), NOON)
+        limits.settle(grant, RequestUsage(332.0, 76.0).with_cost(PRICE), 0.0)
+    (one,) = budgets.charges(Caller("a"), RequestUsage(0.0, 0.0), NOON)
     assert limits.level_of(one) == 10**15 - 1000 * (332 + 152)

@@ -37,7 +37,7 @@ class Backlog:
         self.flows.add(QueuedRequest(f"t{self.count}", key, 0.0, expires_at_s=60.0))
 
     def serve(self, now: float) -> None:
-        row, _ = self.flows.choose(self.flows.waiting, self.flows.waiting, now)
+        row, _ = self.flows.choose_flow(self.flows.waiting_rows, self.flows.waiting_rows, now)
         queued = next(self.flows.ordered_requests(row))
         self.flows.remove(queued)
         self.enqueue(queued.flow)
@@ -110,4 +110,4 @@ def test_a_tenant_is_forgotten_with_its_last_flow(monkeypatch: pytest.MonkeyPatc
         flows.end_service(key, 0.0, 0.0)
     assert len(flows) <= 20
     assert len(tenants) <= len(flows)
-    assert tenants.siblings(flows.assign_row(key)).sum() >= 1
+    assert tenants.flows_of_same_tenant(flows.assign_row(key)).sum() >= 1

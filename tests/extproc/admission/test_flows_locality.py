@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from extproc.admission.flows import CacheLocality, FlowKey, QueuedRequest
+from extproc.admission.flows import CachedPromptHeaps, FlowKey, QueuedRequest
 
 BOTH = np.array([True, True])
 
@@ -15,7 +15,7 @@ class WaitingRequests:
 
     def __init__(self) -> None:
         self.waiting: set[str] = set()
-        self.locality = CacheLocality(self.waiting.__contains__)
+        self.locality = CachedPromptHeaps(self.waiting.__contains__)
 
     def add(self, ticket: str, *holders: tuple[int, float]) -> None:
         self.waiting.add(ticket)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.admission.identity import ANONYMOUS_CALLER, Caller
-from extproc.admission.limits import RouteLimits, Usage, key_charges
+from extproc.admission.limits import RequestUsage, RouteLimits, api_key_charges
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.refusals import headers_of_grants
 from extproc.admission.token_estimates import InputEstimate
@@ -19,7 +19,7 @@ from extproc.wire_protocol import truncate_name
 ALICE = Caller(tenant="acme", user="alice", api_key="acme-1")
 BOB = Caller(tenant="acme", user="bob", api_key="acme-2")
 CAROL = Caller(tenant="bell", user="alice", api_key="bell-1")
-USAGE = Usage(input_tokens=100.0, output_tokens=50.0)
+USAGE = RequestUsage(input_tokens=100.0, output_tokens=50.0)
 
 
 def route(*limits: RateLimit) -> RouteLimits:
@@ -115,7 +115,7 @@ def test_all_charges_are_reserved_or_none() -> None:
     with pytest.raises(RateLimited, match="total tokens per minute of this tenant: the request needs 150, 50 of 200"):
         limits.reserve(charges, 0.0)
     # the refusal took no request from the other bucket
-    small = route(RateLimit(requests=2, total_tokens=200)).charges(ALICE, {}, Usage(10.0, 10.0))
+    small = route(RateLimit(requests=2, total_tokens=200)).charges(ALICE, {}, RequestUsage(10.0, 10.0))
     assert limits.reserve(small, 0.0).levels == [0.0, 30.0]
 
 
@@ -127,7 +127,7 @@ def test_a_request_that_was_never_dispatched_is_refunded() -> None:
 
 def test_a_dispatched_request_counts_as_one_and_by_its_tokens() -> None:
     limits, charges = LocalLimits(), route(RateLimit(requests=2, output_tokens=100)).charges(ALICE, {}, USAGE)
-    limits.settle(limits.reserve(charges, 0.0), Usage(100.0, 5.0), 0.0)
+    limits.settle(limits.reserve(charges, 0.0), RequestUsage(100.0, 5.0), 0.0)
     assert limits.reserve(charges, 0.0).levels == [0.0, 45.0]
 
 
@@ -180,7 +180,7 @@ def test_a_refusal_says_what_is_limited_and_whose_limit_it_is(limit: RateLimit, 
 
 
 def test_a_refusal_by_a_limit_that_a_key_has_itself_says_so() -> None:
-    limits, charges = LocalLimits(), key_charges([KeyRateLimit(unit="month", requests=1)], ALICE, USAGE)
+    limits, charges = LocalLimits(), api_key_charges([KeyRateLimit(unit="month", requests=1)], ALICE, USAGE)
     limits.reserve(charges, 0.0)
     with pytest.raises(RateLimited, match=r"for requests per month of this API key on all routes: the request needs 1"):
         limits.reserve(charges, 0.0)
@@ -208,9 +208,9 @@ def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reservations_of_another_process_count_here() -> None:
     limits, (charge,) = LocalLimits(), route(RateLimit(requests=10)).charges(ALICE, {}, USAGE)
-    limits.spend(charge.key, charge.limit, 9.0, 0.0)
+    limits.spend_unreserved(charge.key, charge.limit, 9.0, 0.0)
     assert limits.reserve([charge], 0.0).levels == [0.0]
-    limits.spend(charge.key, charge.limit, -50.0, 0.0)
+    limits.spend_unreserved(charge.key, charge.limit, -50.0, 0.0)
     assert limits.reserve([charge], 0.0).levels == [9.0]
 
 
@@ -229,8 +229,8 @@ def test_an_estimate_is_rarely_too_low() -> None:
 
 def test_a_guess_of_the_output_never_exceeds_what_a_bucket_holds() -> None:
     limits = route(RateLimit(output_tokens=500), RateLimit(total_tokens=800))
-    guess, said = Usage(100.0, 1000.0, Usage(100.0, 0.0)), Usage(100.0, 1000.0)
+    guess, said = RequestUsage(100.0, 1000.0, RequestUsage(100.0, 0.0)), RequestUsage(100.0, 1000.0)
     assert [charge.amount for charge in limits.charges(ALICE, {}, guess)] == [500.0, 800.0]
     assert [charge.amount for charge in limits.charges(ALICE, {}, said)] == [1000.0, 1100.0]
     # a prompt that alone is too long is still refused
-    assert limits.charges(ALICE, {}, Usage(900.0, 1000.0, Usage(900.0, 0.0)))[1].amount == 900.0
+    assert limits.charges(ALICE, {}, RequestUsage(900.0, 1000.0, RequestUsage(900.0, 0.0)))[1].amount == 900.0

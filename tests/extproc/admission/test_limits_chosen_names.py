@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from extproc.admission.identity import Caller
-from extproc.admission.limits import MOST_NAMES, OTHERS, ClientChosenNames, Usage
+from extproc.admission.limits import MOST_NAMES, OTHERS, ClientChosenNames, RequestUsage
 from extproc.admission.local_limits import LocalLimits
 from extproc.api.admission import RateLimit
 from extproc.errors import RateLimited
 from tests.extproc.admission.test_limits import route
 
-ONE = Usage(1.0, 1.0)
+ONE = RequestUsage(1.0, 1.0)
 LIMIT = RateLimit(per="Header", header="x-who", unit="hour", requests=1)
 
 

@@ -7,16 +7,16 @@ import pytest
 
 from extproc.api import addresses
 from extproc.api.addresses import (
-    is_guarded,
     is_in,
+    is_local_or_metadata_host,
     parse_address,
     parse_endpoint,
+    parse_envoy_upstream,
     parse_networks,
-    parse_target,
 )
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
-from extproc.api.gateway_config import GatewayConfigSpec, unreachable_listener
+from extproc.api.gateway_config import GatewayConfigSpec, why_extproc_unreachable
 
 GATEWAY = """apiVersion: attache.dev/v1alpha1
 kind: GatewayConfig
@@ -44,12 +44,12 @@ spec: {{{field}: "{text}"}}
     ],
 )
 def test_addresses_of_this_machine_and_of_metadata_services_are_guarded_in_every_form(host: str) -> None:
-    assert is_guarded(host)
+    assert is_local_or_metadata_host(host)
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "64:ff9b::a00:1", "2002:a00:1::1", "100.100.100.201", "a.b"])
 def test_other_addresses_are_not(host: str) -> None:
-    assert not is_guarded(host)
+    assert not is_local_or_metadata_host(host)
 
 
 def test_an_address_is_in_a_network_if_all_that_it_may_stand_for_is() -> None:
@@ -67,8 +67,8 @@ def test_an_address_is_in_a_network_if_all_that_it_may_stand_for_is() -> None:
 
 def test_localhost_is_an_address_to_listen_on_and_to_call() -> None:
     assert parse_address("localhost:8080") == parse_address("Localhost:8080") == ("127.0.0.1", 8080)
-    assert parse_target("localhost:9002") == ("127.0.0.1", 9002, True)
-    assert parse_target("extproc:9002") == ("extproc", 9002, False)
+    assert parse_envoy_upstream("localhost:9002") == ("127.0.0.1", 9002, True)
+    assert parse_envoy_upstream("extproc:9002") == ("extproc", 9002, False)
     # for engines a name that is resolved: Envoy is told of IP addresses alone
     assert parse_endpoint("localhost:8000") == ("localhost", 8000, False)
 
@@ -151,4 +151,4 @@ def test_a_gateway_takes_names_where_it_calls_and_not_where_it_listens(field: st
     ],
 )
 def test_whether_a_name_reaches_extproc_is_judged_by_its_port(called: str, listens: str, *, meets: bool) -> None:
-    assert (unreachable_listener(GatewayConfigSpec(extproc=called), [listens]) == "") == meets
+    assert (why_extproc_unreachable(GatewayConfigSpec(extproc=called), [listens]) == "") == meets

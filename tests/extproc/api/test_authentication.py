@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.snapshot import failure_mode_of
 
 ISSUER: dict[str, Any] = {"name": "login", "issuer": "https://login.example", "audiences": ["attache"]}

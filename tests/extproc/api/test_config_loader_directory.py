@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import ConfigDirectory
-from extproc.api.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from pathlib import Path

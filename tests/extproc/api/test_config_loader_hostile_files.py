@@ -14,8 +14,8 @@ import pytest
 from bench.stack.processes import free_ports
 from controller.__main__ import main as controller
 from extproc.__main__ import main as extproc
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from tests.examples import examples
 from tests.fuzz.files import mutant, try_files
 from tests.waiting import eventually
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 GOOD: Final = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import yaml
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import SnapshotLoader, load_snapshot
-from extproc.api.errors import ConfigInvalid
 
 SERVER = """apiVersion: attache.dev/v1alpha1
 kind: ModelServer

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from bench.stack.stack import documents
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.match_patterns import MAX_PROGRAM_SIZE
 
 _SERVED = [{"modelServerName": "llama"}]

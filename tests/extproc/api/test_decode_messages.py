@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
 from extproc.api.decode import decode
-from extproc.api.errors import ConfigInvalid
 from extproc.api.yaml_documents import Document
 
 TEXT = """apiVersion: attache.dev/v1alpha1

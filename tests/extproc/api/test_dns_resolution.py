@@ -10,9 +10,15 @@ import pytest
 
 from extproc.api import dns_resolution
 from extproc.api.addresses import HostPort, parse_endpoint
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import ConfigDirectory, SnapshotLoader, load_snapshot
-from extproc.api.dns_resolution import AddressTiming, DnsCache, ResolvedDirectory, host_names_in, with_addresses
-from extproc.api.errors import ConfigInvalid
+from extproc.api.dns_resolution import (
+    AddressHoldTimes,
+    DnsCache,
+    ResolvedDirectory,
+    host_names_in,
+    with_resolved_addresses,
+)
 from extproc.cli.common import resolve_host
 from tests.waiting import eventually
 
@@ -34,7 +40,7 @@ spec:
 
 
 def known(*, keep_s: float = 10.0, settle_s: float = 0.0) -> DnsCache:
-    return DnsCache(AddressTiming(keep_s=keep_s, settle_s=settle_s))
+    return DnsCache(AddressHoldTimes(keep_s=keep_s, settle_s=settle_s))
 
 
 def test_an_address_stays_for_a_while_after_it_was_answered_last() -> None:
@@ -85,14 +91,14 @@ def all_names(snapshot: Snapshot) -> set[str]:
 def test_each_address_of_a_name_is_an_endpoint_with_what_is_said_of_the_name() -> None:
     snapshot = load_snapshot({"a.yaml": CONFIG.encode()})
     assert all_names(snapshot) == {"engines.example"}
-    resolved = with_addresses(snapshot, {"engines.example": ("10.0.0.1", "10.0.0.2", "fd00::1")})
+    resolved = with_resolved_addresses(snapshot, {"engines.example": ("10.0.0.1", "10.0.0.2", "fd00::1")})
     endpoints = resolved.servers[0].spec.endpoints
     # the first is listed by address, too
     assert [one.address for one in endpoints] == ["10.0.0.1:8000", "10.0.0.2:8000", "[fd00::1]:8000"]
     assert [one.price for one in endpoints] == [1.0, 2.0, 2.0]
     assert endpoints[1].labels == {"zone": "a"}
     assert resolved.version != snapshot.version
-    assert len(with_addresses(snapshot, {}).servers[0].spec.endpoints) == 1
+    assert len(with_resolved_addresses(snapshot, {}).servers[0].spec.endpoints) == 1
 
 
 @pytest.mark.parametrize(
@@ -105,7 +111,7 @@ def test_each_address_of_a_name_is_an_endpoint_with_what_is_said_of_the_name() -
 )
 def test_tls_asks_for_the_name_unless_another_is_configured(tls: str, expected: str | None) -> None:
     text = CONFIG.replace('  - {address: "10.0.0.1:8000"}\n', "") + tls
-    resolved = with_addresses(load_snapshot({"a.yaml": text.encode()}), {"engines.example": ("10.0.0.2",)})
+    resolved = with_resolved_addresses(load_snapshot({"a.yaml": text.encode()}), {"engines.example": ("10.0.0.2",)})
     assert resolved.servers[0].spec.endpoints[0].server_name == expected
 
 
@@ -153,7 +159,7 @@ def test_names_of_kv_events_and_backends_are_resolved_too() -> None:
         "engines.example": ("10.0.0.2", "10.0.0.3"),
         "web.example": ("10.0.0.8", "10.0.0.9"),
     }
-    resolved = with_addresses(snapshot, answers)
+    resolved = with_resolved_addresses(snapshot, answers)
     # an engine publishes from its own address where its name has several
     assert [(one.address, one.kv_events, one.kv_replay) for one in resolved.servers[0].spec.endpoints] == [
         ("10.0.0.1:8000", "10.0.0.5:5557", "127.0.0.1:5558"),
@@ -164,7 +170,7 @@ def test_names_of_kv_events_and_backends_are_resolved_too() -> None:
 
 
 def test_an_engine_whose_events_have_a_name_that_does_not_resolve_is_used_without_them() -> None:
-    resolved = with_addresses(load_snapshot({"a.yaml": WITH_EVENTS.encode()}), {})
+    resolved = with_resolved_addresses(load_snapshot({"a.yaml": WITH_EVENTS.encode()}), {})
     assert [(one.address, one.kv_events) for one in resolved.servers[0].spec.endpoints] == [
         ("10.0.0.1:8000", "events.example:5557")
     ]
@@ -191,7 +197,7 @@ class Names:
 
 def directory(path: Path, names: Names) -> ResolvedDirectory:
     (path / "a.yaml").write_text(CONFIG)
-    patience = AddressTiming(keep_s=10.0, settle_s=0.0)
+    patience = AddressHoldTimes(keep_s=10.0, settle_s=0.0)
     return ResolvedDirectory(ConfigDirectory(path), patience, lookup=names.lookup, clock=names.clock)
 
 
@@ -245,9 +251,9 @@ def test_a_name_of_a_clusters_server_leads_to_no_address_of_the_gateways_own(own
     """Its author may own the name: Envoy's admin interface and a cloud's metadata are none of theirs."""
     answers = {"engines.example": (own, "10.0.0.2")}
     by_hand = load_snapshot({"a.yaml": CONFIG.encode()})
-    assert len(with_addresses(by_hand, answers).servers[0].spec.endpoints) == 3
+    assert len(with_resolved_addresses(by_hand, answers).servers[0].spec.endpoints) == 3
     compiled = CONFIG.replace("{name: llama}", '{name: llama, annotations: {attache.dev/of-cluster: "true"}}')
-    resolved = with_addresses(load_snapshot({"a.yaml": compiled.encode()}), answers)
+    resolved = with_resolved_addresses(load_snapshot({"a.yaml": compiled.encode()}), answers)
     assert [one.address for one in resolved.servers[0].spec.endpoints] == ["10.0.0.1:8000", "10.0.0.2:8000"]
 
 
@@ -255,5 +261,5 @@ def test_a_name_of_a_clusters_server_leads_to_addresses_of_the_networks_that_may
     answers = {"engines.example": ("10.9.0.1", "10.0.0.2")}
     annotations = 'annotations: {attache.dev/of-cluster: "true", attache.dev/endpoint-networks: "10.0.0.0/24,fd00::/8"}'
     compiled = CONFIG.replace("{name: llama}", f"{{name: llama, {annotations}}}")
-    resolved = with_addresses(load_snapshot({"a.yaml": compiled.encode()}), answers)
+    resolved = with_resolved_addresses(load_snapshot({"a.yaml": compiled.encode()}), answers)
     assert [one.address for one in resolved.servers[0].spec.endpoints] == ["10.0.0.1:8000", "10.0.0.2:8000"]

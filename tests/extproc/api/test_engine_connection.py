@@ -8,8 +8,8 @@ import re
 import pytest
 
 from extproc.api.addresses import HostPort, parse_endpoint
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 
 
 def refusals(spec: str) -> str:

@@ -8,7 +8,7 @@ import json
 import msgspec
 import pytest
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.fallback import CONDITIONS, STATUSES, FallbackRetry, attempts_route_name
 from extproc.api.quantities import Duration
 from tests.extproc.scenes import configuration, endpoints
@@ -75,4 +75,4 @@ def test_routes_of_envoy_differ_by_what_attempts_share() -> None:
     refusing = msgspec.structs.replace(rule.fallback[0], on=("content-policy", *rule.fallback[0].on))
     assert attempts_route_name(policy, (*rule.fallback, refusing), rule.fallback_retry) == f"{plain}+content-policy"
     # nor is it the name of a route without fallbacks
-    assert plain != policy.route
+    assert plain != policy.route_settings_text

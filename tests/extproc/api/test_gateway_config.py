@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.addresses import worker_addresses
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
 from extproc.api.decode import decode
-from extproc.api.errors import ConfigInvalid
-from extproc.api.gateway_config import GatewayConfigSpec, UsageLog, unreachable_listener
+from extproc.api.gateway_config import GatewayConfigSpec, UsageLog, why_extproc_unreachable
 from extproc.api.yaml_documents import split_documents
 from extproc.cli.check import main
 
@@ -129,7 +129,7 @@ def test_origins_that_no_browser_sends_are_refused() -> None:
     ],
 )
 def test_these_two_meet(called: str, listens: str) -> None:
-    assert unreachable_listener(GatewayConfigSpec(extproc=called), [listens]) == ""
+    assert why_extproc_unreachable(GatewayConfigSpec(extproc=called), [listens]) == ""
 
 
 @pytest.mark.parametrize(
@@ -146,16 +146,16 @@ def test_these_two_meet(called: str, listens: str) -> None:
     ],
 )
 def test_these_two_miss_each_other_and_both_are_named(called: str, listens: str) -> None:
-    said = unreachable_listener(GatewayConfigSpec(extproc=called), [listens])
+    said = why_extproc_unreachable(GatewayConfigSpec(extproc=called), [listens])
     assert f"call {called}, and extproc listens on {listens}" in said
     assert "attache serve makes them agree when it starts" in said
 
 
 def test_as_many_workers_must_listen_as_are_called() -> None:
     gateway = GatewayConfigSpec(extproc="127.0.0.1:9002", extproc_workers=4)
-    assert unreachable_listener(gateway, worker_addresses("0.0.0.0:9002", 4)) == ""
+    assert why_extproc_unreachable(gateway, worker_addresses("0.0.0.0:9002", 4)) == ""
     for workers in (1, 3, 5):
-        said = unreachable_listener(gateway, worker_addresses("0.0.0.0:9002", workers))
+        said = why_extproc_unreachable(gateway, worker_addresses("0.0.0.0:9002", workers))
         assert "127.0.0.1:9002 to 127.0.0.1:9005" in said
         assert "extprocWorkers" in said
 

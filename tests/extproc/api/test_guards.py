@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.snapshot import failure_mode_of
 
 HEAD = "apiVersion: attache.dev/v1alpha1\nmetadata: {name: llama}\n"
@@ -74,4 +74,4 @@ def test_a_guard_by_https_has_the_systems_authorities_or_its_own() -> None:
     )
     assert plain.connection.tls is None
     assert system.connection.tls is not None
-    assert (system.connection.files, own.connection.files) == ((), ("ca.crt",))
+    assert (system.connection.referenced_files, own.connection.referenced_files) == ((), ("ca.crt",))

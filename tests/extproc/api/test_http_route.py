@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.http_route import HTTPRouteSpec, check_http_route
 from extproc.api.quantities import decode_quantity
 from extproc.api.spec import ParentReference, is_attached

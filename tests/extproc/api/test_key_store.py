@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from extproc.admission.budget_usage import UsageRollupRow
+from extproc.admission.budget_recovery import UsageRollupRow
 from extproc.admission.identity import CacheIsolation, Caller, IdentityResolver
-from extproc.admission.limits import Usage
+from extproc.admission.limits import RequestUsage
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.snapshot import Snapshot, limits_without_redis
 from extproc.cli.check import budgets_without_identity, mixed_currencies
 from extproc.core.flow_control import AdmissionController
@@ -115,8 +115,8 @@ def test_a_key_is_charged_by_its_own_limits_and_budgets_alone() -> None:
     assert admission.has_limits
     budgets = admission.budgets_of_route("default/any")
     # equal budgets are one, with an account for each key
-    ((budget,),) = budgets.groups()
-    usage = Usage(1.0, 1.0)
+    ((budget,),) = budgets.budget_groups()
+    usage = RequestUsage(1.0, 1.0)
     charged = {
         name: [one.key for one in budgets.charges(Caller("acme", api_key=name), usage, NOON_S)]
         for name in ("web", "twin", "free", "ops", "")
@@ -127,7 +127,7 @@ def test_a_key_is_charged_by_its_own_limits_and_budgets_alone() -> None:
     # rows tell what each of them has used before a start
     (query,) = admission.usage_queries(NOON_S)
     assert (query.window, query.dimensions) == (budget.open_window(NOON_S), {"tenant", "key"})
-    spent = admission.remaining_budgets(query, NOON_S)
+    spent = admission.empty_remaining_budgets(query, NOON_S)
     spent.add_row(UsageRollupRow(tenant="acme", key="web", input_tokens=4))
     spent.add_row(UsageRollupRow(tenant="acme", key="free", input_tokens=5))
     local, shared = spent.levels()

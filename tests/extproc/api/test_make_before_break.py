@@ -55,11 +55,11 @@ def used(
 def test_a_first_engine_is_used_after_a_while_and_a_further_one_at_once() -> None:
     warming = WarmingEngines(3.0)
     assert used(warming, 0.0, "b", a="1", b="5 6") == {"a": [], "b": ["5", "6"]}
-    assert warming.overdue_servers(2.9) == frozenset()
-    assert warming.overdue_servers(3.0) == {"default/a"}
+    assert warming.servers_to_confirm(2.9) == frozenset()
+    assert warming.servers_to_confirm(3.0) == {"default/a"}
     assert used(warming, 3.0, "b", a="1", b="5 6") == {"a": ["1"], "b": ["5", "6"]}
     assert used(warming, 3.1, "a", "b", a="1 2", b="5 6") == {"a": ["1", "2"], "b": ["5", "6"]}
-    assert warming.overdue_servers(99.0) == frozenset()
+    assert warming.servers_to_confirm(99.0) == frozenset()
 
 
 def test_engines_that_drain_are_none_and_stay() -> None:
@@ -89,9 +89,9 @@ def test_an_engine_that_envoy_does_not_know_yet_waits_longer() -> None:
     used(warming, 0.0, a="1 2", b="5")
     assert used(warming, 3.0, in_envoy={"a": "2"}, a="1 2", b="5") == {"a": ["2"], "b": ["5"]}
     assert used(warming, 9.0, in_envoy={"a": ""}, a="1", b="5") == {"a": [], "b": ["5"]}
-    assert warming.overdue_servers(9.0) == {"default/a"}
+    assert warming.servers_to_confirm(9.0) == {"default/a"}
     assert used(warming, 9.1, in_envoy={"a": "1"}, a="1", b="5") == {"a": ["1"], "b": ["5"]}
-    assert warming.overdue_servers(9.1) == frozenset()
+    assert warming.servers_to_confirm(9.1) == frozenset()
 
 
 def test_an_envoy_that_never_knows_an_engine_does_not_keep_it_from_use_for_ever() -> None:

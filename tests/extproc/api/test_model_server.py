@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.model_server import AdapterSource
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def test_what_could_not_work_is_refused(spec: str, said: str) -> None:
 )
 def test_a_request_may_wait_for_its_adapter_and_then_in_the_queue(spec: str, wait_s: float) -> None:
     snapshot = loaded(spec)
-    assert sum(snapshot.longest_waits_of(snapshot.servers[0].spec).values()) == wait_s
+    assert sum(snapshot.max_wait_by_field_of(snapshot.servers[0].spec).values()) == wait_s
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.payload_log import PayloadLog
 
 HEAD = "apiVersion: attache.dev/v1alpha1\nmetadata: {name: llama}\n"

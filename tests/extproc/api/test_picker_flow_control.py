@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 
 if TYPE_CHECKING:
     from extproc.api.admission import FlowControl
@@ -54,7 +54,7 @@ def control(epp: str = EPP) -> FlowControl | None:
 def test_bands_policies_and_times() -> None:
     found = control()
     assert found is not None
-    assert (str(found.timeout), str(found.no_endpoint_timeout), found.longest_wait_s) == ("30s", "5m", 300.0)
+    assert (str(found.timeout), str(found.no_endpoint_timeout), found.max_hold_s) == ("30s", "5m", 300.0)
     assert (found.sharing, found.max_requests) == ("Strict", 900)
     bands = {band.priority: band for band in found.bands}
     assert (bands[100].fairness, bands[100].order, bands[100].max_requests) == ("RoundRobin", "Deadline", 50)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.api.admission import Band, FlowControl
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.picker_flow_control import SESSION_HEADERS, PriorityHoldback
 
 DIRECTORY = """

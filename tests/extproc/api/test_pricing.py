@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.pricing import HourlyPrice, Price, Rates, RateTier, TokenCounts, compile_prices, cost_micros
 from extproc.api.quantities import Money, money_text
 from tests.extproc.scenes import configuration

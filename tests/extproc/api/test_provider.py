@@ -7,9 +7,9 @@ from typing import Final, get_args
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.dns_resolution import with_addresses
-from extproc.api.errors import ConfigInvalid
+from extproc.api.dns_resolution import with_resolved_addresses
 from extproc.api.model_server import ServedApi
 from extproc.api.provider import Provider
 from extproc.api.snapshot import needed_file_descriptors
@@ -154,10 +154,10 @@ def test_on_this_machine_a_key_needs_no_tls(host: str) -> None:
 def test_its_name_becomes_addresses_with_the_name_of_its_certificate() -> None:
     snapshot = load_snapshot(documents("host: API.example.com", MESSAGES))
     assert [one.address for one in snapshot.servers[0].spec.endpoints] == ["API.example.com:443"]
-    found = with_addresses(snapshot, {"api.example.com": ("192.0.2.1", "2001:db8::1")}).servers[0].spec
+    found = with_resolved_addresses(snapshot, {"api.example.com": ("192.0.2.1", "2001:db8::1")}).servers[0].spec
     assert [one.address for one in found.endpoints] == ["192.0.2.1:443", "[2001:db8::1]:443"]
     assert {one.server_name for one in found.endpoints} == {"api.example.com"}
-    assert with_addresses(snapshot, {}).servers[0].spec.endpoints == ()
+    assert with_resolved_addresses(snapshot, {}).servers[0].spec.endpoints == ()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.slo import LOWEST_PRIORITY, Slo
 
 CHAT = "{name: chat, ttft: 500ms, tpot: 40ms, e2e: 30s, share: 0.995, window: 7d}"

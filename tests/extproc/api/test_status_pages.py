@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.api.status_pages import Demand, ServerDemand, changed_since, complete_demand
+from extproc.api.status_pages import ProcessDemand, ServerDemand, apply_demand_delta, demand_delta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ SERVERS = st.dictionaries(st.sampled_from("abc"), st.integers(0, 2), max_size=3)
 PAGES = st.lists(st.tuples(st.sampled_from(["x", "x", "y"]), SERVERS), min_size=1, max_size=8)
 
 
-def pages_of(said: Sequence[tuple[str, dict[str, int]]]) -> list[Demand]:
+def pages_of(said: Sequence[tuple[str, dict[str, int]]]) -> list[ProcessDemand]:
     """A server that says the same as before is the same object."""
     known: dict[tuple[str, int], ServerDemand] = {}
     found = []
@@ -27,7 +27,7 @@ def pages_of(said: Sequence[tuple[str, dict[str, int]]]) -> list[Demand]:
             name: known.setdefault((name, queued), ServerDemand(model=name, queued=queued))
             for name, queued in servers.items()
         }
-        found.append(Demand(instance, sequence, float(sequence), one, slot="s"))
+        found.append(ProcessDemand(instance, sequence, float(sequence), one, slot="s"))
     return found
 
 
@@ -35,22 +35,22 @@ def pages_of(said: Sequence[tuple[str, dict[str, int]]]) -> list[Demand]:
 def test_each_page_is_known_from_what_is_told_of_it(
     said: list[tuple[str, dict[str, int]]], data: st.DataObject
 ) -> None:
-    told: Demand | None = None
-    known: Demand | None = None
+    told: ProcessDemand | None = None
+    known: ProcessDemand | None = None
     for page in pages_of(said):
         if told is not None and data.draw(st.booleans(), label="is not told"):
             continue
-        line = page if told is None else changed_since(page, told)
-        known = complete_demand(msgspec.json.decode(msgspec.json.encode(line), type=Demand), known)
+        line = page if told is None else demand_delta(page, told)
+        known = apply_demand_delta(msgspec.json.decode(msgspec.json.encode(line), type=ProcessDemand), known)
         told = page
         assert known == page
 
 
 def test_what_does_not_go_on_from_what_is_known_is_not_taken() -> None:
     first, second, third = pages_of([("x", {"a": 1, "b": 1}), ("x", {"a": 2, "b": 1}), ("x", {"a": 2, "b": 2})])
-    assert list(changed_since(third, second).servers) == ["b"]
-    assert complete_demand(changed_since(third, second), first) is None
-    assert complete_demand(changed_since(third, second), None) is None
-    assert complete_demand(Demand("x", 2, 2.0, {"c": ServerDemand()}, since=1), first) is None
+    assert list(demand_delta(third, second).servers) == ["b"]
+    assert apply_demand_delta(demand_delta(third, second), first) is None
+    assert apply_demand_delta(demand_delta(third, second), None) is None
+    assert apply_demand_delta(ProcessDemand("x", 2, 2.0, {"c": ServerDemand()}, since=1), first) is None
     # another process has numbers of its own
-    assert complete_demand(Demand("y", 2, 2.0, since=1), first) is None
+    assert apply_demand_delta(ProcessDemand("y", 2, 2.0, since=1), first) is None

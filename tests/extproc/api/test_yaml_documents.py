@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.yaml_documents import Document, parse_document, split_documents
 
 

@@ -12,7 +12,7 @@ import pytest
 from extproc.console.state import ConsoleInputs, ConsoleQuery, ProcessView, console_state
 from extproc.core.core import Core
 from extproc.core.effects import CacheLookup
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from tests.extproc.scenes import configuration
 from tools.console_pictures import Gateway, demo_gateway, snapshot_of
 
@@ -57,8 +57,8 @@ def test_sums_are_those_of_the_engines(gateway: Gateway) -> None:
         assert server.waiting == sum(one.waiting or 0 for one in engines)
         assert server.serving == sum(one.status == "serving" for one in engines)
     assert state.total.engines == 12
-    assert state.total.in_flight == gateway.core.count_requests(State.RUNNING, State.SETTLED)
-    assert state.total.held == gateway.core.count_requests(State.QUEUED) > 0
+    assert state.total.in_flight == gateway.core.count_requests(RequestState.RUNNING, RequestState.SETTLED)
+    assert state.total.held == gateway.core.count_requests(RequestState.QUEUED) > 0
 
 
 def test_engines_with_problems_come_first_with_the_reason(gateway: Gateway) -> None:

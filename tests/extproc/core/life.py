@@ -29,11 +29,11 @@ from extproc.core.effects import (
     Decision,
     Effect,
     LoadAdapter,
+    OutcomeJoined,
     Prefill,
     PrefillEnded,
     RequestHeld,
     RequestRefused,
-    RequestSettled,
     SettleGrant,
     WakeAt,
 )
@@ -49,7 +49,7 @@ from extproc.core.peer_events import (
     RequestStarted,
 )
 from extproc.core.request_record import AdapterLoadResult, Outcome, PrefillResult, RequestHead
-from extproc.core.states import IN_FLIGHT, TRANSITIONS, WAITING, Event, State
+from extproc.core.request_states import IN_FLIGHT, TRANSITIONS, WAITING, RequestEvent, RequestState
 from extproc.engines.engine_responses import AdapterLoadProblem
 from extproc.errors import RateLimited, Refusal
 from tests.extproc.core.setting import (
@@ -68,7 +68,7 @@ from tests.extproc.core.setting import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from extproc.admission.limits import Grant, Usage
+    from extproc.admission.limits import Grant, RequestUsage
     from extproc.core.effects import RequestEffect
     from extproc.core.pipeline import Answer
     from extproc.core.request_record import DispatchedRequest
@@ -79,7 +79,7 @@ GUARD_ANSWERS = {
     "refused": GuardReply(200, b'{"action": "refuse"}'),
     "nobody": GuardFailed("timeout", "no answer"),
 }
-_NOT_SETTLED = {State.PREFILLING, State.RUNNING, State.ENDED}
+_NOT_SETTLED = {RequestState.PREFILLING, RequestState.RUNNING, RequestState.ENDED}
 # Ticks that one wake-up may lead to; far more than there are requests.
 _MOST_TICKS = 500
 
@@ -90,10 +90,10 @@ def engines_of(run: DispatchedRequest) -> list[EndpointRef]:
     return [run.assignment.endpoint] if prefill is None else [run.assignment.endpoint, prefill]
 
 
-def demand_of(run: DispatchedRequest, state: State) -> list[tuple[str, float]]:
+def demand_of(run: DispatchedRequest, state: RequestState) -> list[tuple[str, float]]:
     """The engines that have it, and its tokens there, as autoscalers read it: the decode engine after the prefill."""
     assignment = run.assignment
-    found = [] if state is State.PREFILLING else [(assignment.endpoint.address, assignment.tokens)]
+    found = [] if state is RequestState.PREFILLING else [(assignment.endpoint.address, assignment.tokens)]
     if assignment.prefill is not None:
         found.append((assignment.prefill.address, assignment.input_tokens))
     return found
@@ -102,7 +102,7 @@ def demand_of(run: DispatchedRequest, state: State) -> list[tuple[str, float]]:
 class Life:
     """``reached``: how often each event happened in each state."""
 
-    def __init__(self, reached: Counter[tuple[State, Event]], pairs: str = "") -> None:
+    def __init__(self, reached: Counter[tuple[RequestState, RequestEvent]], pairs: str = "") -> None:
         self.reached, self.pairs = reached, pairs
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(running_requests, "MOST_ENDED", MOST_ENDED)
@@ -141,57 +141,57 @@ class Life:
         self.heard_at_s: dict[str, float] = {}
         self.seen: list[str] = ["unknown"]
 
-    def happens(self, event: Event | None, subject: str, verb: Callable[[], list[Effect]]) -> list[Effect]:
+    def happens(self, event: RequestEvent | None, subject: str, verb: Callable[[], list[Effect]]) -> list[Effect]:
         """Call the core, hold every change of state against the table, and do what the core asks for.
 
         ``event`` happens to the request ``subject``; to others happens what follows from it.
         """
         self.has_failed = True
         before = {ticket: self.core.state_of(ticket) for ticket in self.seen}
-        before.setdefault(subject, State.ABSENT)
-        if before[subject] is State.PREFILLING and event in {Event.LEFT, Event.FINISHED}:
+        before.setdefault(subject, RequestState.ABSENT)
+        if before[subject] is RequestState.PREFILLING and event in {RequestEvent.LEFT, RequestEvent.FINISHED}:
             # its prompt was computed, and nothing else
             record = self.core._records[subject]
             assert record.run is not None
             self.sent[subject] = record.grants, record.run
         effects = verb()
-        if subject in self.sent and before[subject] is State.PREFILLING:
-            (settled,) = [one for one in effects if isinstance(one, RequestSettled)]
+        if subject in self.sent and before[subject] is RequestState.PREFILLING:
+            (settled,) = [one for one in effects if isinstance(one, OutcomeJoined)]
             assert (settled.used.input_tokens > 0, settled.used.output_tokens) == (True, 0.0)
             self.account(subject, settled.outcome)
         ends = {one.ticket: one for one in effects if isinstance(one, Decision | RequestRefused)}
         for ticket, state in before.items():
             after = self.core.state_of(ticket)
             happened = event if ticket == subject else None
-            if ticket in ends and happened is not Event.GRANTED:
+            if ticket in ends and happened is not RequestEvent.GRANTED:
                 gave_up = isinstance(ends[ticket], RequestRefused)
-                happened = Event.GIVEN_UP if gave_up else Event.GRANTED
-            elif happened is None and after is State.PREFILLING is not state:
-                happened = Event.GRANTED
+                happened = RequestEvent.GIVEN_UP if gave_up else RequestEvent.GRANTED
+            elif happened is None and after is RequestState.PREFILLING is not state:
+                happened = RequestEvent.GRANTED
             elif happened is None and after is not state and {state, after} <= WAITING:
-                happened = Event.ENGINES_GONE if after is State.AWAITING_ENGINE else Event.GRANTED
+                happened = RequestEvent.ENGINES_GONE if after is RequestState.AWAITING_ENGINE else RequestEvent.GRANTED
             elif happened is None and after is not state:
-                assert state is State.ENDED or ticket in self.elsewhere, (ticket, state, after, event)
-                happened = Event.FORGOTTEN if state is State.ENDED else Event.FINISHED
-            if happened is Event.FINISHED and state is State.RUNNING and after is State.ABSENT:
+                assert state is RequestState.ENDED or ticket in self.elsewhere, (ticket, state, after, event)
+                happened = RequestEvent.FORGOTTEN if state is RequestState.ENDED else RequestEvent.FINISHED
+            if happened is RequestEvent.FINISHED and state is RequestState.RUNNING and after is RequestState.ABSENT:
                 # many have ended at once, and this one first; or it ended before under the same ticket
                 assert ticket in self.elsewhere
-                self.check(ticket, happened, state, State.ENDED)
-                happened, state = Event.FORGOTTEN, State.ENDED  # noqa: PLW2901 - the next event's
+                self.check(ticket, happened, state, RequestState.ENDED)
+                happened, state = RequestEvent.FORGOTTEN, RequestState.ENDED  # noqa: PLW2901 - the next event's
             if happened is not None:
                 self.check(ticket, happened, state, after)
         self.perform(effects)
         self.has_failed = False
         return effects
 
-    def check(self, ticket: str, event: Event, before: State, after: State) -> None:
+    def check(self, ticket: str, event: RequestEvent, before: RequestState, after: RequestState) -> None:
         self.reached[before, event] += 1
         successors = TRANSITIONS[before][event]
         assert successors is not None, (event, before)
         assert after in successors or (not successors and after is before), (event, before, after)
-        if event is Event.LEFT and before is State.RUNNING:
+        if event is RequestEvent.LEFT and before is RequestState.RUNNING:
             self.sent.pop(ticket, None)  # no engine got it: it costs nothing
-        elif event is Event.FORGOTTEN:
+        elif event is RequestEvent.FORGOTTEN:
             self.account(ticket, None)
 
     def account(self, ticket: str, outcome: Outcome | None) -> None:
@@ -199,7 +199,7 @@ class Life:
         grants, run = self.sent.pop(ticket, ((), None))
         if run is None:
             return
-        used: Usage = run.reserved if outcome is None else run.used_tokens(outcome)
+        used: RequestUsage = run.reserved if outcome is None else run.used_tokens(outcome)
         for charge in (charge for grant in grants if not grant.is_global for charge in grant.charges):
             self.used[charge.key] += used.amount_of(charge.resource)
 
@@ -254,14 +254,14 @@ class Life:
         self.loads.remove(ask)
         gone = () if problem is AdapterLoadProblem.UNREACHABLE else ask.unload
         result = AdapterLoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
-        self.happens(None, "", lambda: self.core.on_result(result, self.now))
+        self.happens(None, "", lambda: self.core.on_work_result(result, self.now))
         self.must_wake()
 
     def leg_ends(self, ticket: str, result: PrefillResult) -> None:
         is_beside = ticket in self.beside
         ask, _ = (self.beside if is_beside else self.legs).pop(ticket)
-        event = None if is_beside else Event.GRANTED
-        effects = self.happens(event, ticket, lambda: self.core.on_result(result, self.now))
+        event = None if is_beside else RequestEvent.GRANTED
+        effects = self.happens(event, ticket, lambda: self.core.on_work_result(result, self.now))
         (ended,) = [one for one in effects if isinstance(one, PrefillEnded)]
         assert ended.leg.address == ask.address
         self.must_wake()
@@ -282,7 +282,7 @@ class Life:
 
     def must_wake(self) -> None:
         """Room may have come up: whoever waits is looked at soon."""
-        assert not self.core.count_requests(State.QUEUED, State.LOADING) or (
+        assert not self.core.count_requests(RequestState.QUEUED, RequestState.LOADING) or (
             self.wake_at_s is not None and self.wake_at_s <= self.now
         )
 
@@ -308,7 +308,7 @@ class Life:
                 self.follow(own)
                 return effects
 
-            self.happens(Event.ARRIVED, ticket, verb)
+            self.happens(RequestEvent.ARRIVED, ticket, verb)
             self.own.append(ticket)
             self.seen.append(ticket)
 
@@ -337,7 +337,7 @@ class Life:
             self.follow(own)
             return effects
 
-        self.happens(Event.ANSWERED, ticket, verb)
+        self.happens(RequestEvent.ANSWERED, ticket, verb)
 
     def grant(self, ask: AskLimits) -> Grant | Refusal:
         try:
@@ -347,29 +347,29 @@ class Life:
         self.unsettled.append(grant)
         return grant
 
-    def make(self, event: Event, ticket: str, status: int = 200, tokens: int | None = 70) -> None:
-        if event is Event.OUTCOME:
+    def make(self, event: RequestEvent, ticket: str, status: int = 200, tokens: int | None = 70) -> None:
+        if event is RequestEvent.OUTCOME:
             outcome = outcome_of(ticket, status, tokens)
             self.settle(outcome, lambda: self.core.on_outcome(outcome, self.now))
-        elif event is Event.STARTED_ELSEWHERE:
+        elif event is RequestEvent.STARTED_ELSEWHERE:
             self.hear("p", msgspec.structs.replace(STARTED, ticket=ticket))
         else:
             self.close(ticket, event)
 
-    def close(self, ticket: str, event: Event) -> None:
+    def close(self, ticket: str, event: RequestEvent) -> None:
         if self.pending.pop(ticket, None) is None and ticket in self.decided:
             self.decided.remove(ticket)
-        changes = self.core.state_of(ticket) not in {State.ABSENT, State.ENDED}
-        verb = self.core.on_disconnect if event is Event.LEFT else self.core.on_stream_closed
+        changes = self.core.state_of(ticket) not in {RequestState.ABSENT, RequestState.ENDED}
+        verb = self.core.on_disconnect if event is RequestEvent.LEFT else self.core.on_stream_closed
         self.happens(event, ticket, lambda: verb(ticket, self.now))
         if changes:
             self.must_wake()
 
     def settle(self, outcome: Outcome, verb: Callable[[], list[Effect]]) -> None:
         ticket, state = outcome.ticket, self.core.state_of(outcome.ticket)
-        effects = self.happens(Event.OUTCOME, ticket, verb)
-        counts = state in {State.RUNNING, State.ENDED}
-        assert len([one for one in effects if isinstance(one, RequestSettled)]) == counts
+        effects = self.happens(RequestEvent.OUTCOME, ticket, verb)
+        counts = state in {RequestState.RUNNING, RequestState.ENDED}
+        assert len([one for one in effects if isinstance(one, OutcomeJoined)]) == counts
         if counts:
             self.account(ticket, outcome)
 
@@ -391,15 +391,15 @@ class Life:
             assert ticks < _MOST_TICKS
         self.now = until
         for record in self.core._records.values():
-            if record.state in WAITING or record.state is State.PREFILLING:
+            if record.state in WAITING or record.state is RequestState.PREFILLING:
                 assert self.answer_by_s[record.ticket] > self.now - 1e-6, "its gateway does not wait any longer"
-            if record.state is State.LOADING:
+            if record.state is RequestState.LOADING:
                 assert record.since_s + 10.0 > self.now, "its client should have been told"
-            if record.state is State.AWAITING_ENGINE:
+            if record.state is RequestState.AWAITING_ENGINE:
                 assert record.engine_by_s > self.now, "its client should have been told"
                 pool = record.pending_arrival.pool
                 assert not pool.readiness.is_whole or pool.name in self.core.admission.gates
-            if record.state is State.QUEUED:
+            if record.state is RequestState.QUEUED:
                 assert record.queued is not None
                 assert record.queued.expires_at_s > self.now, "its client should have been told"
 
@@ -422,13 +422,13 @@ class Life:
 
     def hear(self, name: str, said: PeerEvent) -> None:
         self.heard_at_s[name] = self.now
-        verb = lambda: self.core.ingest(EventBatch(name, [said]), self.now)  # noqa: E731 - short
+        verb = lambda: self.core.apply_peer_batch(EventBatch(name, [said]), self.now)  # noqa: E731 - short
         match said:
             case RequestStarted(ticket=ticket):
-                is_new = self.core.state_of(ticket) is State.ABSENT
+                is_new = self.core.state_of(ticket) is RequestState.ABSENT
                 engines = (said.assignment.endpoint, said.assignment.prefilled_by)
                 is_known = all(self.core.pools[SERVER].table.row_of(one.address) is not None for one in engines)
-                self.happens(Event.STARTED_ELSEWHERE, ticket, verb)
+                self.happens(RequestEvent.STARTED_ELSEWHERE, ticket, verb)
                 if is_new and is_known:
                     self.elsewhere[ticket] = name
             case RequestPrefilled():
@@ -441,7 +441,7 @@ class Life:
             case _:
                 ticket = getattr(said, "ticket", "")
                 is_its = self.elsewhere.get(ticket) == name
-                self.happens(Event.FINISHED if is_its else None, ticket, verb)
+                self.happens(RequestEvent.FINISHED if is_its else None, ticket, verb)
                 self.over([ticket] if is_its else [])
         self.must_wake()
 
@@ -472,16 +472,16 @@ class Life:
     def _streams_and_records_agree(self) -> None:
         records = self.core._records.values()
         assert {ticket for ticket, one in self.pending.items() if isinstance(one, RequestHeld)} == {
-            one.ticket for one in records if one.state in WAITING or one.state is State.PREFILLING
+            one.ticket for one in records if one.state in WAITING or one.state is RequestState.PREFILLING
         }
-        assert self.legs.keys() == {one.ticket for one in records if one.state is State.PREFILLING}
+        assert self.legs.keys() == {one.ticket for one in records if one.state is RequestState.PREFILLING}
         assert self.legs.keys() == self.core._dispatcher.legs.keys()
         beside = self.core._dispatcher.beside
         assert self.beside.keys() == {ticket for ticket, one in beside.items() if one is not None}
         assert self.aborting == beside.keys() - self.beside.keys()
         assert self.aborting <= {*self.decided}
         waiting = {name for group in self.core._pipeline.engines._groups.values() for name in group.records}
-        assert waiting == {one.ticket for one in records if one.state is State.AWAITING_ENGINE}
+        assert waiting == {one.ticket for one in records if one.state is RequestState.AWAITING_ENGINE}
         groups = self.core._pipeline.engines._groups.values()
         everybody = [one for group in groups for one in group.records.values()]
         for held, theirs in [
@@ -495,7 +495,7 @@ class Life:
         assert {*self.decided, *self.legs, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
         # beside those that have ended and wait for their outcomes, there is nothing else
         assert len(records) == len(self.pending) + len(self.decided) + len(self.elsewhere) + self.core.count_requests(
-            State.ENDED
+            RequestState.ENDED
         )
 
     def _endpoints_hold_what_is_in_flight_and_nothing_else(self) -> None:
@@ -513,7 +513,7 @@ class Life:
             for row, name in (
                 () if pool.slots is None else ((row, name) for row in table.active_rows for name in ("sql", "law"))
             ):
-                assert pool.slots.in_flight(row, name) == adapters[row, name]
+                assert pool.slots.in_flight_count(row, name) == adapters[row, name]
             # rows of endpoints that are gone keep their last numbers until they are used again
             assert (table.in_flight == requests)[table.is_active].all()
             assert np.isclose(table.in_flight_tokens, tokens)[table.is_active].all()
@@ -521,7 +521,7 @@ class Life:
     def _gates_hold_who_waits_and_flows_what_runs(self) -> None:
         records = self.core._records.values()
         for gate in self.core.admission.gates.values():
-            assert len(gate.queue) == self.core.count_requests(State.QUEUED)
+            assert len(gate.queue) == self.core.count_requests(RequestState.QUEUED)
             not_settled = [one for one in records if one.run and one.run.gate is gate and one.state in _NOT_SETTLED]
             assert sum(band.flows.running.sum() for band in gate.queue.bands) == len(not_settled)
 
@@ -540,7 +540,7 @@ class Life:
         assert (said.queued_tokens > 0) == bool(waiting)
         assert said.oldest_wait_s == max([self.now - one.arrived_at_s for one in waiting], default=0.0)
         if self.core.pools[SERVER].readiness.can_serve:
-            assert said.at_zero == len([one for one in waiting if one.state is State.AWAITING_ENGINE])
+            assert said.at_zero == len([one for one in waiting if one.state is RequestState.AWAITING_ENGINE])
         else:
             assert said.at_zero == len(waiting)
         assert {address: one.in_flight for address, one in said.engines.items() if one.in_flight} == Counter(
@@ -567,7 +567,7 @@ class Life:
         for ask in list(self.loads):
             self.load_ends(ask, AdapterLoadProblem.UNREACHABLE)
         for ticket in list(self.decided):
-            self.close(ticket, Event.FINISHED)
+            self.close(ticket, RequestEvent.FINISHED)
         self.beat(SILENCE_S + 1)
         assert self.elsewhere == {}
         for ticket in self.seen:

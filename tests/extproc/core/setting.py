@@ -12,7 +12,7 @@ from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect, LoadAdapter, RequestHeld
 from extproc.core.peer_events import RequestStarted
 from extproc.core.request_record import AdapterLoadResult, Outcome, PrefillResult, RequestHead, SentRequest
-from extproc.core.states import TRANSITIONS, Event, State
+from extproc.core.request_states import TRANSITIONS, RequestEvent, RequestState
 from extproc.endpoints.table import EndpointRef
 from extproc.prefix.approximate_index import PromptTail
 from extproc.scheduling.pool import Assignment
@@ -74,7 +74,7 @@ ACTIVATIONS = ("", "activation: {holdTimeout: 8s, maxRequests: 6}", "activation:
 MOST_ENDED = 3
 
 # What can happen and is not a mistake of the caller: all of it must be reached.
-LEGAL = [(state, event) for state in State for event in Event if event in TRANSITIONS[state]]
+LEGAL = [(state, event) for state in RequestState for event in RequestEvent if event in TRANSITIONS[state]]
 
 
 def snapshot(
@@ -145,16 +145,16 @@ class Worker:
         arrival = self.core.builder.build_by_model(head, body(words, stream=False, model=model))
         own, effects = self.core.arrive(arrival, now)
         said = list(effects)
-        if isinstance(own, RequestHeld) and own.state is State.LOADING:
+        if isinstance(own, RequestHeld) and own.state is RequestState.LOADING:
             # its engine loads at once
             effects = self.core.tick(now)
             for one in [one for one in effects if isinstance(one, LoadAdapter)]:
                 loaded = AdapterLoadResult(one.server, one.address, one.adapter, unloaded=one.unload)
-                effects += [*self.core.on_result(loaded, now), *self.core.tick(now)]
+                effects += [*self.core.on_work_result(loaded, now), *self.core.tick(now)]
             said += effects
-        elif isinstance(own, RequestHeld) and own.state is State.PREFILLING:
+        elif isinstance(own, RequestHeld) and own.state is RequestState.PREFILLING:
             # its engine answers at once
-            said += self.core.on_result(prefilled(own.ticket, now), now)
+            said += self.core.on_work_result(prefilled(own.ticket, now), now)
         self.running += [one.ticket for one in said if isinstance(one, Decision)]
         return told(said)
 

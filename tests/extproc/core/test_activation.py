@@ -11,7 +11,7 @@ import pytest
 from extproc.core import activation as awaiting
 from extproc.core.effects import Decision
 from extproc.core.request_record import GatewayProperties, RequestHead
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout
 from tests.extproc.core.zero import ACTIVATION, BIG, GATE, SMALL, Zero, engine
 
@@ -32,16 +32,16 @@ def test_without_activation_a_server_without_engines_refuses_at_once() -> None:
 def test_requests_wait_for_the_first_engine_and_go_in_order_of_arrival() -> None:
     zero = Zero()
     tickets = zero.ask(3)
-    assert {zero.core.state_of(one) for one in tickets} == {State.AWAITING_ENGINE}
+    assert {zero.core.state_of(one) for one in tickets} == {RequestState.AWAITING_ENGINE}
     assert zero.awaits(tickets[0]).longest_s == 60.0
     assert zero.waiting() == {SMALL: 3}
     zero.passes(20.0)
     zero.have(SMALL, engine(1))
     assert zero.order == tickets
     assert {zero.went(one) for one in tickets} == {"10.0.0.1:8000"}
-    assert {end.history.waits[State.AWAITING_ENGINE] for end in zero.ends.values() if isinstance(end, Decision)} == {
-        20.0
-    }
+    assert {
+        end.history.waits[RequestState.AWAITING_ENGINE] for end in zero.ends.values() if isinstance(end, Decision)
+    } == {20.0}
     assert zero.waiting() == {}
     # and the next one goes at once
     (later,) = zero.ask()
@@ -75,7 +75,7 @@ def test_a_draining_engine_gets_nothing_new_and_those_who_come_wait() -> None:
     (running,) = zero.ask()
     zero.have(SMALL, engine(1, draining=True))
     (waits,) = zero.ask()
-    assert zero.core.state_of(waits) is State.AWAITING_ENGINE
+    assert zero.core.state_of(waits) is RequestState.AWAITING_ENGINE
     zero.finish(running)
     zero.have(SMALL)
     zero.have(SMALL, engine(2))
@@ -238,7 +238,7 @@ def test_a_client_that_leaves_costs_nothing() -> None:
     assert zero.waiting() == {SMALL: 1}
     zero.have(SMALL, engine(1))
     assert zero.order == [second]
-    assert zero.core.state_of(first) is State.ABSENT
+    assert zero.core.state_of(first) is RequestState.ABSENT
     # what its limit had granted is back
     (bucket,) = zero.core.admission.limits._buckets.values()
     assert bucket.level == pytest.approx(9999)
@@ -311,7 +311,7 @@ def test_with_flow_control_those_of_high_priority_go_first_and_the_engine_is_not
     zero.have(SMALL, engine(1))
     # the engine takes two at a time
     assert zero.order == [high[0], low[0]]
-    assert {zero.core.state_of(one) for one in low[1:]} == {State.QUEUED}
+    assert {zero.core.state_of(one) for one in low[1:]} == {RequestState.QUEUED}
     zero.finish(high[0])
     assert zero.order == [high[0], low[0], low[1]]
 
@@ -344,9 +344,9 @@ def test_queued_requests_whose_last_engine_leaves_wait_for_the_next_before_those
     zero = Zero(small=[engine(1)], more=f"{ACTIVATION}\n{GATE}")
     running = zero.ask(2)
     queued = zero.ask(2)
-    assert {zero.core.state_of(one) for one in queued} == {State.QUEUED}
+    assert {zero.core.state_of(one) for one in queued} == {RequestState.QUEUED}
     zero.have(SMALL, engine(1, draining=True))
-    assert {zero.core.state_of(one) for one in queued} == {State.AWAITING_ENGINE}
+    assert {zero.core.state_of(one) for one in queued} == {RequestState.AWAITING_ENGINE}
     later = zero.ask(1)
     for one in running:
         zero.finish(one)
@@ -388,17 +388,17 @@ def test_an_adapter_that_is_not_loaded_any_more_when_the_engines_are_gone_is_wai
     zero = Zero(small=[engine(1)], more=f"{ACTIVATION}\n{LOADS}")
     zero.perform = lambda effects: Zero.perform(zero, [one for one in effects if type(one).__name__ != "LoadAdapter"])  # type: ignore[method-assign]
     (ticket,) = zero.ask(model="sql")
-    assert zero.core.state_of(ticket) is State.LOADING
+    assert zero.core.state_of(ticket) is RequestState.LOADING
     zero.passes(4.0)
     zero.have(SMALL)
-    assert zero.core.state_of(ticket) is State.AWAITING_ENGINE
+    assert zero.core.state_of(ticket) is RequestState.AWAITING_ENGINE
     zero.passes(20.0)
     del zero.perform
     zero.have(SMALL, engine(2))
     assert zero.went(ticket) == "10.0.0.2:8000"
     end = zero.ends[ticket]
     assert isinstance(end, Decision)
-    assert end.history.waits == {State.LOADING: 4.0, State.AWAITING_ENGINE: 20.0}
+    assert end.history.waits == {RequestState.LOADING: 4.0, RequestState.AWAITING_ENGINE: 20.0}
 
 
 def test_both_stages_are_waited_for() -> None:
@@ -518,7 +518,7 @@ def test_whatever_comes_and_goes_each_request_gets_one_answer_and_none_is_lost(s
     left: set[str] = set()
     for _ in range(120):
         waiting = [one for one in asked if one not in zero.ends and one not in left]
-        running = [one for one in zero.order if zero.core.state_of(one) is State.RUNNING]
+        running = [one for one in zero.order if zero.core.state_of(one) is RequestState.RUNNING]
         match pick.choice(STEPS):
             case "ask":
                 asked += zero.ask(pick.randint(1, 4), urgency=pick.choice(["", "high"]))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.core.activation import HeldUsage, WaitBounds
+from extproc.core.activation import HeldRequestTotals, WaitBounds
 from extproc.core.request_record import RequestHead, RequestRecord
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from tests.extproc.core.zero import SMALL, Zero, engine
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ def arrival(tenant: str) -> Arrival:
     return core.builder.build_by_model(head, json.dumps({"model": "chat", "messages": []}).encode())
 
 
-def held(**counts: int) -> tuple[HeldUsage, list[RequestRecord]]:
+def held(**counts: int) -> tuple[HeldRequestTotals, list[RequestRecord]]:
     """So many requests of each tenant wait."""
     records = [
-        RequestRecord(f"{tenant}-{number}", State.AWAITING_ENGINE, arrival=arrival(tenant))
+        RequestRecord(f"{tenant}-{number}", RequestState.AWAITING_ENGINE, arrival=arrival(tenant))
         for tenant, count in counts.items()
         for number in range(count)
     ]
-    holdings = HeldUsage()
+    holdings = HeldRequestTotals()
     for one in records:
         holdings.add_request(one)
     return holdings, records

@@ -14,7 +14,7 @@ from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, LoadAdapter, RequestHeld, RequestRefused, WakeAt
 from extproc.core.peer_events import AdapterChanged, EngineReported, EventBatch
 from extproc.core.request_record import AdapterLoadResult, Outcome, RequestHead
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.engines.engine_responses import AdapterLoadProblem
 from extproc.engines.metrics import EngineReport, LoraState
 from extproc.errors import AdapterBroken, AdapterUnavailable, Refusal
@@ -102,7 +102,7 @@ class Shell:
         """The oldest load ends."""
         ask = self.loads.pop(0)
         result = AdapterLoadResult(ask.server, ask.address, ask.adapter, problem, message, unloaded=ask.unload)
-        self.perform(self.core.on_result(result, self.now))
+        self.perform(self.core.on_work_result(result, self.now))
         self.passes(0.0)
 
     def finish(self, ticket: str) -> None:
@@ -131,12 +131,12 @@ class Shell:
         report = EngineReport(
             waiting=0, running=len(active or ()), loras=None if active is None else LoraState(frozenset(active))
         )
-        self.perform(self.core.on_metrics(EngineReported(SERVER, address, report, models=listed), self.now))
+        self.perform(self.core.on_engine_report(EngineReported(SERVER, address, report, models=listed), self.now))
         self.passes(0.0)
 
     def hears(self, address: str, adapter: str, change: Change, *more: tuple[str, Change]) -> None:
         events = [AdapterChanged(SERVER, address, *one) for one in ((adapter, change), *more)]
-        self.perform(self.core.ingest(EventBatch("p", list(events)), self.now))
+        self.perform(self.core.apply_peer_batch(EventBatch("p", list(events)), self.now))
         self.passes(0.0)
 
 
@@ -144,11 +144,13 @@ def test_siblings_wait_for_one_load_and_go_with_it() -> None:
     shell = Shell()
     tickets = shell.ask("sql", 3)
     assert shell.asked == [(A, "sql", None)]
-    assert [shell.core.state_of(one) for one in tickets] == [State.LOADING] * 3
+    assert [shell.core.state_of(one) for one in tickets] == [RequestState.LOADING] * 3
     shell.passes(2.0)
     shell.loaded()
     assert [shell.went(one) for one in tickets] == [A] * 3
-    assert {end.history.waits[State.LOADING] for end in shell.ends.values() if isinstance(end, Decision)} == {2.0}
+    assert {end.history.waits[RequestState.LOADING] for end in shell.ends.values() if isinstance(end, Decision)} == {
+        2.0
+    }
     # it is there now: the next one goes at once
     assert shell.went(shell.ask("sql")[0]) == A
     assert shell.loads == []
@@ -236,7 +238,7 @@ def test_an_adapter_in_use_gets_nothing_new_after_a_while_and_makes_room_when_it
     assert shell.went(early) == A
     shell.passes(3.0)
     (late,) = shell.ask("sql")
-    assert shell.core.state_of(late) is State.LOADING
+    assert shell.core.state_of(late) is RequestState.LOADING
     shell.finish(running)
     assert shell.loads == []
     shell.finish(early)
@@ -282,7 +284,7 @@ def test_a_client_that_leaves_costs_nothing_and_the_others_go() -> None:
     shell.loaded()
     assert first not in shell.ends
     assert shell.went(second) == A
-    assert shell.core.state_of(first) is State.ABSENT
+    assert shell.core.state_of(first) is RequestState.ABSENT
 
 
 def test_a_load_that_fails_is_tried_at_another_engine() -> None:
@@ -344,7 +346,7 @@ def test_what_an_engine_lists_corrects_what_is_believed() -> None:
     shell.passes(3.0)
     shell.says(A, models=set())
     (late,) = shell.ask("sql")
-    assert shell.core.state_of(late) is State.LOADING
+    assert shell.core.state_of(late) is RequestState.LOADING
     # somebody else loads it
     shell.says(A, models={"sql"})
     assert shell.went(late) == A
@@ -365,7 +367,7 @@ def test_an_engine_that_has_restarted_has_none() -> None:
     (ticket,) = shell.serves("sql")
     shell.finish(ticket)
     said = EngineReported(SERVER, A, EngineReport(waiting=0), has_restarted=True)
-    shell.perform(shell.core.on_metrics(said, shell.now))
+    shell.perform(shell.core.on_engine_report(said, shell.now))
     shell.ask("sql")
     assert shell.asked == [(A, "sql", None)]
 
@@ -387,12 +389,12 @@ def test_after_its_adapter_a_request_waits_for_its_turn() -> None:
     (running,) = shell.ask("m")
     (ticket,) = shell.ask("sql")
     shell.loaded()
-    assert shell.core.state_of(ticket) is State.QUEUED
+    assert shell.core.state_of(ticket) is RequestState.QUEUED
     shell.passes(1.0)
     shell.finish(running)
     end = shell.ends[ticket]
     assert isinstance(end, Decision)
-    assert end.history.waits[State.QUEUED] == pytest.approx(1.0)
+    assert end.history.waits[RequestState.QUEUED] == pytest.approx(1.0)
 
 
 def test_a_request_whose_turn_comes_when_its_adapter_is_gone_waits_for_it_again() -> None:
@@ -403,13 +405,13 @@ def test_a_request_whose_turn_comes_when_its_adapter_is_gone_waits_for_it_again(
     shell.passes(3.0)
     shell.says(A, models=set())
     shell.finish(running)
-    assert shell.core.state_of(ticket) is State.LOADING
+    assert shell.core.state_of(ticket) is RequestState.LOADING
     shell.passes(1.0)
     shell.loaded()
     assert shell.went(ticket) == A
     end = shell.ends[ticket]
     assert isinstance(end, Decision)
-    assert end.history.waits == pytest.approx({State.LOADING: 1.0, State.QUEUED: 3.0})
+    assert end.history.waits == pytest.approx({RequestState.LOADING: 1.0, RequestState.QUEUED: 3.0})
 
 
 def test_when_the_pause_of_the_engine_with_the_adapter_ends_one_request_tries_it_and_the_others_wait_on() -> None:
@@ -421,7 +423,11 @@ def test_when_the_pause_of_the_engine_with_the_adapter_ends_one_request_tries_it
     tickets = shell.ask("sql", 3)
     assert shell.asked == [(B if ill == A else A, "sql", None)]
     shell.passes(2.0)
-    assert [shell.core.state_of(one) for one in tickets] == [State.RUNNING, State.LOADING, State.LOADING]
+    assert [shell.core.state_of(one) for one in tickets] == [
+        RequestState.RUNNING,
+        RequestState.LOADING,
+        RequestState.LOADING,
+    ]
     shell.loaded()
     assert [shell.went(one) == ill for one in tickets] == [True, False, False]
 
@@ -451,7 +457,7 @@ def test_what_another_process_does_is_seen_here() -> None:
     assert shell.went(ticket) == B
     shell.hears(B, "sql", "closed")
     (late,) = shell.ask("sql")
-    assert shell.core.state_of(late) is State.LOADING
+    assert shell.core.state_of(late) is RequestState.LOADING
     # if that process is gone, its word does not hold for ever
     shell.loads.clear()
     shell.passes(3.0)
@@ -488,7 +494,7 @@ def test_a_server_that_leaves_the_configuration_refuses_those_who_wait() -> None
     shell.perform(shell.core.apply(load_snapshot({}), shell.now))
     assert isinstance(shell.ends[ticket], RequestRefused)
     shell.loaded()
-    assert shell.core.count_requests(*State) == 0
+    assert shell.core.count_requests(*RequestState) == 0
 
 
 def test_explain_says_where_an_adapter_is_or_would_be_loaded() -> None:
@@ -535,9 +541,9 @@ def test_a_queued_request_whose_adapter_leaves_is_answered_within_what_its_gatew
     shell.perform(effects)
     shell.passes(19.0)
     models = EngineReported(SERVER, A, EngineReport(running=1), models=frozenset({"m"}))
-    shell.perform(shell.core.on_metrics(models, shell.now))
+    shell.perform(shell.core.on_engine_report(models, shell.now))
     shell.finish(running)
-    assert shell.core.state_of(held.ticket) is State.LOADING
+    assert shell.core.state_of(held.ticket) is RequestState.LOADING
     while held.ticket not in shell.ends:
         shell.passes(0.1)
     assert shell.now - asked_at_s <= held.longest_s == 30.0

@@ -63,7 +63,7 @@ class Trees:
 
     def lists(self, address: str, *models: str) -> None:
         report = EngineReported(SERVER, address, EngineReport(), models=frozenset(models))
-        self.perform(self.core.on_metrics(report, self.now))
+        self.perform(self.core.on_engine_report(report, self.now))
         self.tick()
 
     def tick(self, seconds: float = 0.0) -> None:
@@ -83,7 +83,7 @@ class Trees:
         ask = self.loads.pop(0)
         gone = ask.unload if unloaded is None else unloaded
         result = AdapterLoadResult(ask.server, ask.address, ask.adapter, problem, unloaded=gone)
-        self.perform(self.core.on_result(result, self.now))
+        self.perform(self.core.on_work_result(result, self.now))
         self.tick()
         return ask
 

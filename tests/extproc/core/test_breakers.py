@@ -168,15 +168,15 @@ class Site:
             if isinstance(one, Broadcast):
                 events.append(one.event)
             elif isinstance(one, BreakerChanged):
-                self.changes.append((core.name, self.now, one))
+                self.changes.append((core.process_name, self.now, one))
         if events and not self.is_lossy:
-            payload = encode_events(EventBatch(core.name, events))
+            payload = encode_events(EventBatch(core.process_name, events))
             for other in self.cores:
                 if other is not core:
                     self.at(self.now + LATENCY_S, lambda other=other: self.take(other, payload))  # type: ignore[misc]
 
     def take(self, core: Core, payload: bytes) -> None:
-        self.perform(core, core.ingest(decode_events(payload), self.now))
+        self.perform(core, core.apply_peer_batch(decode_events(payload), self.now))
 
     def pool(self, process: int = 0) -> Pool:
         return self.cores[process].pools[SERVER]
@@ -410,12 +410,12 @@ def test_a_process_that_starts_learns_of_open_breakers_before_it_serves() -> Non
     scene.run(8.0)
     (told,) = [
         one.event
-        for one in scene.cores[0].ingest(EventBatch("new", [AskLimitLevels("here")]), scene.now)
+        for one in scene.cores[0].apply_peer_batch(EventBatch("new", [AskLimitLevels("here")]), scene.now)
         if isinstance(one, Broadcast) and isinstance(one.event, ProcessAlive)
     ]
     new = Core(site(3), rng=random.Random(9), ticket_prefix="new", machine="here")
     # another clock, as on another machine
-    new.ingest(decode_events(encode_events(EventBatch("w0", [told]))), 1e6)
+    new.apply_peer_batch(decode_events(encode_events(EventBatch("w0", [told]))), 1e6)
     table, old = new.pools[SERVER].table, scene.pool().table
     row, there = table.row_of(ENGINES[0]), old.row_of(ENGINES[0])
     assert row is not None
@@ -454,7 +454,7 @@ def test_messages_of_versions_that_know_no_breakers_are_read() -> None:
     assert assignment[0].pop() == [0, ""]
     raw[1].insert(0, ["a", []])
     old = decode_events(msgspec.msgpack.encode(raw))
-    scene.cores[1].ingest(old, 0.0)
+    scene.cores[1].apply_peer_batch(old, 0.0)
     assert scene.cores[1].pools[SERVER].table.in_flight.sum() == 1
     ticket = old.events[1].ticket  # type: ignore[union-attr]
     assert scene.cores[1].on_outcome(Outcome(ticket, 503, ENGINES[0], 0.1, None, None, None, None), 1.0)

@@ -19,14 +19,14 @@ from extproc.core.effects import (
     Decision,
     Effect,
     Fault,
+    OutcomeJoined,
     RequestHeld,
     RequestRefused,
-    RequestSettled,
     SettleGrant,
     WakeAt,
 )
 from extproc.core.request_record import Outcome, RequestHead
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.errors import BadRequest, InternalError, NoEndpoint
 from extproc.llmd.picker_builder import picker_from_text
 from extproc.llmd.plugin_types import BUILT_IN
@@ -180,7 +180,7 @@ def test_a_server_that_goes_while_its_freed_requests_wait_for_their_turn_refuses
 
     assert refused.ticket == held
     assert not [one for one in core.tick(1.0) if not isinstance(one, WakeAt)]
-    assert core.count_requests(State.QUEUED) == 0
+    assert core.count_requests(RequestState.QUEUED) == 0
 
 
 @pytest.mark.parametrize("flow_control", ["", FLOW_CONTROL])
@@ -256,7 +256,7 @@ def test_an_outcome_that_cannot_be_learned_from_is_settled_all_the_same(
     assert in_some_state(core) == 0
     (fault,) = [one for one in effects if isinstance(one, Fault)]
     assert isinstance(fault.error, ZeroDivisionError)
-    assert [one.outcome.ticket for one in effects if isinstance(one, RequestSettled)] == [own.ticket]
+    assert [one.outcome.ticket for one in effects if isinstance(one, OutcomeJoined)] == [own.ticket]
 
 
 def test_a_queue_that_fails_loses_nothing_that_was_decided_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.core.effects import Decision, ModelChecked, RequestRefused
+from extproc.core.effects import Decision, EngineModelsListed, RequestRefused
 from extproc.core.peer_events import EngineReported
 from extproc.core.request_record import Outcome
 from extproc.engines.metrics import EngineReport
@@ -27,11 +27,11 @@ def core() -> Core:
     return core_of(servers={"llama": endpoints(A, B)})
 
 
-def lists(core: Core, address: str, *base: str, adapters: tuple[str, ...] = ()) -> list[ModelChecked]:
+def lists(core: Core, address: str, *base: str, adapters: tuple[str, ...] = ()) -> list[EngineModelsListed]:
     """An engine lists its models."""
     names = frozenset(base)
     event = EngineReported(SERVER, address, EngineReport(), models=names | set(adapters), base_models=names)
-    return [one for one in core.on_metrics(event, 1.0) if isinstance(one, ModelChecked)]
+    return [one for one in core.on_engine_report(event, 1.0) if isinstance(one, EngineModelsListed)]
 
 
 def asks(core: Core, status: int, now: float, *, by: str = "", path: str = CHAT, **fields: object) -> str:
@@ -51,11 +51,11 @@ def asks(core: Core, status: int, now: float, *, by: str = "", path: str = CHAT,
 
 
 def test_the_first_engine_without_the_model_is_reported_and_the_last_that_has_it_again(core: Core) -> None:
-    assert lists(core, A, "meta/llama") == [ModelChecked(SERVER, A, "m", frozenset({"meta/llama"}))]
+    assert lists(core, A, "meta/llama") == [EngineModelsListed(SERVER, A, "m", frozenset({"meta/llama"}))]
     assert lists(core, A, "meta/llama") == []
     assert lists(core, B, "meta/llama") == []
     assert lists(core, A, "m") == []
-    assert lists(core, B, "m", "other") == [ModelChecked(SERVER, B, "", frozenset({"m", "other"}))]
+    assert lists(core, B, "m", "other") == [EngineModelsListed(SERVER, B, "", frozenset({"m", "other"}))]
 
 
 def test_the_problem_is_the_servers_where_no_engine_that_lists_its_models_has_it(core: Core) -> None:
@@ -114,7 +114,7 @@ def test_an_engine_that_restarted_is_tried_again(core: Core) -> None:
     lists(core, A, "meta/llama")
     assert asks(core, 404, 2.0, by=A) == ""
     assert asks(core, 404, 2.1) != ""
-    core.on_metrics(EngineReported(SERVER, A, EngineReport(), has_restarted=True), 2.2)
+    core.on_engine_report(EngineReported(SERVER, A, EngineReport(), has_restarted=True), 2.2)
     assert asks(core, 200, 2.3) == ""
 
 
@@ -138,7 +138,7 @@ def test_another_model_in_the_configuration_is_compared_anew(core: Core) -> None
     lists(core, A, "meta/llama")
     core.apply(configuration(servers={"llama": f"{endpoints(A, B)}model: meta/llama\n"}), 2.0)
     assert model_problems(core.pools.values()) == {}
-    assert lists(core, A, "meta/llama") == [ModelChecked(SERVER, A, "", frozenset({"meta/llama"}))]
+    assert lists(core, A, "meta/llama") == [EngineModelsListed(SERVER, A, "", frozenset({"meta/llama"}))]
 
 
 def test_a_server_that_no_route_asks_for_its_model_may_have_any_name_there() -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.api.session_affinity import session_headers
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision
@@ -224,7 +224,7 @@ def test_other_processes_learn_where_a_session_is() -> None:
         own, effects = here.arrive(here.builder.build_by_model(head, BODY), 5.0)
         assert isinstance(own, Decision)
         started = [one.event for one in effects if isinstance(one, Broadcast) and isinstance(one.event, RequestStarted)]
-        there.ingest(EventBatch("t0", list(started)), 1000.0)
+        there.apply_peer_batch(EventBatch("t0", list(started)), 1000.0)
         assert where(there, 1001.0, x_session_id=f"s{number}") == own.assignment.endpoint.address
 
 
@@ -340,18 +340,18 @@ def test_a_forged_token_leads_past_no_queue() -> None:
 def test_a_tenant_with_many_ids_drops_its_own_sessions_and_nobody_elses() -> None:
     bindings = SessionBindings(most=100)
     many, few = TenantSessions(bindings, "many"), TenantSessions(bindings, "few")
-    kept = [few.key("", f"s{number}") for number in range(10)]
+    kept = [few.session_key("", f"s{number}") for number in range(10)]
     for key in kept:
         bindings.bind(key, "10.0.0.1:8000", 0.0, 60.0)
     for number in range(1000):
-        bindings.bind(many.key("", f"s{number}"), "10.0.0.2:8000", 1.0, 60.0)
+        bindings.bind(many.session_key("", f"s{number}"), "10.0.0.2:8000", 1.0, 60.0)
     assert len(bindings) == 100
     assert [bindings.address_of(key, 1.0) for key in kept] == ["10.0.0.1:8000"] * 10
-    assert bindings.address_of(many.key("", "s999"), 1.0) == "10.0.0.2:8000"
-    assert bindings.address_of(many.key("", "s0"), 1.0) is None
+    assert bindings.address_of(many.session_key("", "s999"), 1.0) == "10.0.0.2:8000"
+    assert bindings.address_of(many.session_key("", "s0"), 1.0) is None
     # and whoever has less than its share gets a place of theirs
     for number in range(10, 30):
-        bindings.bind(few.key("", f"s{number}"), "10.0.0.1:8000", 2.0, 60.0)
+        bindings.bind(few.session_key("", f"s{number}"), "10.0.0.1:8000", 2.0, 60.0)
     assert len(bindings) == 100
     assert bindings.address_of(kept[0], 2.0) == "10.0.0.1:8000"
 
@@ -359,7 +359,7 @@ def test_a_tenant_with_many_ids_drops_its_own_sessions_and_nobody_elses() -> Non
 def test_sessions_of_tenants_that_have_gone_are_forgotten() -> None:
     bindings = SessionBindings()
     for number in range(50):
-        bindings.bind(TenantSessions(bindings, f"t{number}").key("", "s"), "10.0.0.1:8000", 0.0, 60.0)
+        bindings.bind(TenantSessions(bindings, f"t{number}").session_key("", "s"), "10.0.0.1:8000", 0.0, 60.0)
     for _ in range(50):
-        bindings.bind(TenantSessions(bindings, "here").key("", "s"), "10.0.0.1:8000", 60.0, 60.0)
+        bindings.bind(TenantSessions(bindings, "here").session_key("", "s"), "10.0.0.1:8000", 60.0, 60.0)
     assert len(bindings) == 1

@@ -14,8 +14,8 @@ from extproc.api.config_loader import load_snapshot
 from extproc.api.status_pages import (
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,
-    Demand,
     EngineDemand,
+    ProcessDemand,
     RequestCounters,
     ServerDemand,
     bucket_index,
@@ -279,7 +279,7 @@ def test_requests_of_other_processes_are_theirs_to_tell() -> None:
     )
     told = tuple(one.event for one in effects if isinstance(one, Broadcast))
     assert told
-    here.ingest(EventBatch("there", told), 0.1)
+    here.apply_peer_batch(EventBatch("there", told), 0.1)
     assert here.pools[SERVER].table.in_flight.sum() == 1
     here.on_outcome(outcome(own.ticket), 0.2)
     assert server(here).counted == {}
@@ -293,7 +293,7 @@ def test_pages_have_numbers_and_can_be_read_by_others() -> None:
     pages = [core.demand(10.0, began_at_s=4.0) for _ in range(2)]
     assert [one.sequence for one in pages] == [1, 2]
     assert (pages[0].instance, pages[0].age_s) == ("t", 6.0)
-    assert msgspec.json.decode(msgspec.json.encode(pages[0]), type=Demand) == pages[0]
+    assert msgspec.json.decode(msgspec.json.encode(pages[0]), type=ProcessDemand) == pages[0]
 
 
 @pytest.mark.parametrize("more", ["", GATE])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.parameter_overrides import REFUSED, check_parameters
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.request_record import Arrival, RequestHead

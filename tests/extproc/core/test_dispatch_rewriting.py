@@ -13,7 +13,7 @@ import pytest
 
 from extproc.api.model_server import ModelServerSpec
 from extproc.core.core import Core
-from extproc.core.dispatch import asks_for_usage
+from extproc.core.dispatch import adds_usage_request
 from extproc.core.effects import Decision
 from extproc.core.request_record import BUNDLE, Arrival, GatewayProperties, RequestHead
 from extproc.request.body_parser import parse_body
@@ -32,7 +32,7 @@ def asks(attachment: GatewayProperties, *, trusted: bool, spec: ModelServerSpec 
     pool: Any = SimpleNamespace(spec=spec or ModelServerSpec(model="m"))
     head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True, is_trusted=trusted)
     arrival = Arrival(parse_body(Api.CHAT, text), Destination("default/m", "m"), pool, head, text)
-    return asks_for_usage(arrival, attachment)
+    return adds_usage_request(arrival, attachment)
 
 
 @pytest.mark.parametrize("attachment", [BUNDLE, ELSEWHERE])

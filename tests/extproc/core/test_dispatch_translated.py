@@ -14,7 +14,7 @@ from extproc.core.effects import Decision, RequestRefused
 from extproc.core.explanation import to_text
 from extproc.core.request_record import GatewayProperties, Outcome
 from extproc.errors import UnknownPath
-from extproc.translate.directive import TranslationDirective, decode_directive, encode_directive, engine_api
+from extproc.translate.directive import TranslationDirective, decode_directive, encode_directive, translation_target_api
 from extproc.wire_protocol import Api
 from tests.extproc.scenes import configuration, endpoints, request
 
@@ -62,7 +62,7 @@ def sent(core: Core, path: str = MESSAGES, **fields: object) -> Decision:
     ],
 )
 def test_the_engines_api_is_the_nearest(client: Api | None, served: list[str], engine: Api | None) -> None:
-    assert engine_api(client, served) is engine
+    assert translation_target_api(client, served) is engine
 
 
 def test_a_directive_is_read_as_it_is_written() -> None:

@@ -32,7 +32,7 @@ from extproc.endpoints.health import EngineFailure
 from extproc.engines.metrics import EngineReport
 from extproc.llmd.picker_builder import PickerFactory
 from extproc.metrics.decision_log import DecisionLog
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.runtime.admin_pages import ExplainPage
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.streams.context import GatewayOptions

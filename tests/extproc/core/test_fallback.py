@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.api.dns_resolution import with_addresses
+from extproc.api.dns_resolution import with_resolved_addresses
 from extproc.core.core import Core
 from extproc.core.dispatch import prompt_of
-from extproc.core.effects import Broadcast, Decision, RequestHeld, RequestRefused, RequestSettled
+from extproc.core.effects import Broadcast, Decision, OutcomeJoined, RequestHeld, RequestRefused
 from extproc.core.explanation import to_text
 from extproc.core.fallback_budget import WANTED_S
 from extproc.core.peer_events import EngineReported, EventBatch, decode_events, encode_events
 from extproc.core.request_record import GatewayProperties, Outcome
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.engines.engine_responses import parse_model_list
 from extproc.engines.metrics import EngineReport, LoraState
 from extproc.errors import UnknownPath
@@ -86,10 +86,10 @@ def fail(core: Core, server: str, now: float = 0.0) -> None:
         trip(table, row, now)
 
 
-def end(core: Core, decision: Decision, now: float, **outcome: object) -> RequestSettled:
+def end(core: Core, decision: Decision, now: float, **outcome: object) -> OutcomeJoined:
     core.on_stream_closed(decision.ticket, now)
     found = core.on_outcome(msgspec.structs.replace(OK, ticket=decision.ticket, **outcome), now)
-    return next(one for one in found if isinstance(one, RequestSettled))
+    return next(one for one in found if isinstance(one, OutcomeJoined))
 
 
 def failures(core: Core) -> dict[str, int]:
@@ -187,7 +187,7 @@ def test_by_weight_a_provider_gets_its_own_apis_alone() -> None:
 def paused(*, after_fallback: bool) -> Core:
     """A provider with two addresses, one of which has asked at 1 s for 30 s."""
     core = core_with(servers={"a": PROVIDER}, fallback=[{"modelServerName": "c"}])
-    snapshot = with_addresses(core.snapshot, {"a.example": ("192.0.2.1", "192.0.2.2")})
+    snapshot = with_resolved_addresses(core.snapshot, {"a.example": ("192.0.2.1", "192.0.2.2")})
     core.apply(snapshot, 0.0)
     first = sent(core)
     assert first.server == "default/a"
@@ -288,7 +288,7 @@ def test_a_request_whose_server_has_no_usable_endpoint_goes_to_the_first_fallbac
 def test_a_server_whose_breaker_is_open_is_left_to_its_probes() -> None:
     core = core_with(fallback=FALLBACK[:1], retry={"minConcurrency": 100})
     pool = core.pools["default/a"]
-    pool.breaker = pool.breaker.opened(pool.name, 0.0, needed=1)
+    pool.breaker = pool.breaker.after_opening(pool.name, 0.0, needed=1)
     decision = sent(core)
     assert (decision.server, decision.history.fell_back_for) == ("default/b", "no_endpoint")
     assert core.explain(request(core), 0.0).server == "default/b"
@@ -307,7 +307,7 @@ def test_a_server_whose_breaker_is_open_is_no_fallback() -> None:
     core = core_with()
     fail(core, "a")
     pool = core.pools["default/b"]
-    pool.breaker = pool.breaker.opened(pool.name, 0.0, needed=1)
+    pool.breaker = pool.breaker.after_opening(pool.name, 0.0, needed=1)
     assert sent(core).server == "default/c"
     fail(core, "c")
     decision = sent(core)
@@ -330,7 +330,7 @@ def test_a_request_that_waits_while_the_breaker_opens_goes_to_a_fallback() -> No
     core = core_with(servers=servers, fallback=FALLBACK[:1])
     first, held = sent(core), [ask(core, 0.1), ask(core, 0.2)]
     pool = core.pools["default/a"]
-    pool.breaker = pool.breaker.opened(pool.name, 0.3, needed=1)
+    pool.breaker = pool.breaker.after_opening(pool.name, 0.3, needed=1)
     core.on_stream_closed(first.ticket, 0.4)
     found = ends(core.tick(0.4))
     # the fallback has room for one, and nothing is left for the other
@@ -371,7 +371,7 @@ def test_a_request_that_waits_long_enough_goes_to_a_fallback_with_room() -> None
     (moved,) = ends(core.tick(0.61))
     assert isinstance(moved, Decision)
     assert (moved.ticket, moved.server, moved.history.fell_back_for) == (held[0].ticket, "default/b", "queue")
-    assert moved.history.waits[State.QUEUED] == pytest.approx(0.51)
+    assert moved.history.waits[RequestState.QUEUED] == pytest.approx(0.51)
     # the fallback has no room: the next one keeps its place, and gets the first that is free
     assert not ends(core.tick(1.0))
     core.on_stream_closed(first.ticket, 1.1)
@@ -392,7 +392,7 @@ def test_a_request_that_waits_for_an_engine_goes_to_a_fallback() -> None:
     (moved,) = ends(core.tick(2.1))
     assert isinstance(moved, Decision)
     assert moved.server == "default/b"
-    assert core.count_requests(State.AWAITING_ENGINE) == 0
+    assert core.count_requests(RequestState.AWAITING_ENGINE) == 0
 
 
 def test_the_budget_bounds_what_is_sent_there() -> None:
@@ -433,7 +433,7 @@ class Workers:
         batch = decode_events(encode_events(EventBatch(name, events)))
         for other, core in self.cores.items():
             if other != name:
-                core.ingest(batch, now)
+                core.apply_peer_batch(batch, now)
 
 
 def test_two_workers_have_one_budget() -> None:
@@ -734,7 +734,9 @@ def lists(core: Core, server: str, **tokens: int) -> None:
         body = json.dumps({"data": [{"id": "m", "object": "model", **tokens}]}).encode()
         listed = parse_model_list(body)
         event = EngineReported(pool.name, address, EngineReport(), None, False, listed.names, listed.base)
-        core.ingest(EventBatch("p", [msgspec.structs.replace(event, context_tokens=listed.context_tokens)]), 0.0)
+        core.apply_peer_batch(
+            EventBatch("p", [msgspec.structs.replace(event, context_tokens=listed.context_tokens)]), 0.0
+        )
 
 
 def asked(core: Core, prompt: object, **fields: object) -> Decision:
@@ -796,7 +798,7 @@ def test_a_report_of_metrics_leaves_the_length_known() -> None:
     lists(core, "a", max_model_len=1000)
     for address in (A1, A2):
         event = EngineReported("default/a", address, EngineReport(loras=LoraState(max_active=3)))
-        core.ingest(EventBatch("p", [event]), 0.0)
+        core.apply_peer_batch(EventBatch("p", [event]), 0.0)
     assert asked(core, [7] * 1001).server == "default/c"
 
 
@@ -946,7 +948,7 @@ def test_whatever_happens_the_budget_holds_and_nothing_is_left(steps: list[tuple
     for one in open_:
         core.on_stream_closed(one.ticket, now)
     assert in_flight(core) == 0
-    assert not core.records() or all(one.state is State.ENDED for one in core.records())
+    assert not core.records() or all(one.state is RequestState.ENDED for one in core.records())
     assert not any(one.has_requests for one in core._running._budgets._servers.values())
 
 
@@ -998,7 +1000,7 @@ def test_a_request_that_waits_for_a_fallback_that_is_deleted_stays_where_it_is()
     assert isinstance(held, RequestHeld)
     core.apply(snapshot_with("a", servers=servers), 1.0)
     assert not ends(core.tick(2.1))
-    assert core.count_requests(State.AWAITING_ENGINE) == 1
+    assert core.count_requests(RequestState.AWAITING_ENGINE) == 1
     core.apply(snapshot_with("a"), 3.0)
     (moved,) = ends(core.tick(3.1))
     assert isinstance(moved, Decision)

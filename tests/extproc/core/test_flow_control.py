@@ -14,7 +14,7 @@ from extproc.core.core import Core
 from extproc.core.effects import ClientLeft, Decision, RequestRefused
 from extproc.core.pipeline import usage_to_reserve
 from extproc.core.request_record import Outcome
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, RateLimited, Shed
 from tests.extproc.scenes import ONE_AT_A_TIME, Scene, configuration, ends, request
 
@@ -55,7 +55,7 @@ def test_the_second_request_waits_for_the_first_to_end() -> None:
     (released,) = scene.release(1.0)
     assert isinstance(released, Decision)
     assert released.ticket == second
-    assert released.history.waits[State.QUEUED] == 1.0
+    assert released.history.waits[RequestState.QUEUED] == 1.0
 
 
 def test_who_leaves_while_waiting_frees_the_place_and_what_was_granted() -> None:
@@ -67,7 +67,7 @@ def test_who_leaves_while_waiting_frees_the_place_and_what_was_granted() -> None
     assert round(scene.level("requests")) == 9
     scene.core.on_stream_closed(first.ticket, 1.0)
     assert scene.release(1.0) == []
-    assert not scene.core.count_requests(State.QUEUED)
+    assert not scene.core.count_requests(RequestState.QUEUED)
 
 
 def test_who_leaves_in_the_moment_of_release_does_not_hold_the_engine() -> None:
@@ -77,7 +77,7 @@ def test_who_leaves_in_the_moment_of_release_does_not_hold_the_engine() -> None:
     (released,) = scene.release(1.0)
     assert released.ticket == held
     scene.core.on_disconnect(held, 1.0)
-    assert scene.core.state_of(held) is State.ABSENT
+    assert scene.core.state_of(held) is RequestState.ABSENT
     assert round(scene.level("requests")) == 8
     (released,) = scene.release(1.0)
     assert released.ticket == third
@@ -275,7 +275,7 @@ def test_requests_of_a_model_without_engines_wait_and_go_in_fair_order() -> None
     scene.core.apply(one_engine(), 0.0)
     order = []
     now = 2.0
-    while scene.core.count_requests(State.QUEUED):
+    while scene.core.count_requests(RequestState.QUEUED):
         for one in scene.release(now):
             assert isinstance(one, Decision)
             order.append(one.ticket)
@@ -315,7 +315,7 @@ def test_a_server_that_leaves_the_configuration_takes_its_queue_with_it() -> Non
     (released,) = ends(scene.core.apply(load_snapshot({}), 1.0))
     assert isinstance(released, RequestRefused)
     assert isinstance(released.refusal, NoEndpoint)
-    assert not scene.core.count_requests(State.QUEUED)
+    assert not scene.core.count_requests(RequestState.QUEUED)
 
 
 def test_a_queue_that_is_taken_away_lets_everybody_go() -> None:

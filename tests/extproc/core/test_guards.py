@@ -19,7 +19,7 @@ from extproc.core.explanation import to_text
 from extproc.core.guards import GuardCircuitBreaker, GuardFailed, GuardReply, guard_call_owner, guard_event
 from extproc.core.request_builder import RequestBuilder
 from extproc.core.request_record import RequestHead
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.errors import GuardRefused, GuardUnavailable, RateLimited, to_anthropic_body
 from tests.extproc.scenes import CHAT, ONE_AT_A_TIME, configuration, endpoints, request
 
@@ -90,7 +90,7 @@ def test_a_refusal_is_in_the_guards_words_and_its_reason_for_the_operator_alone(
     refusal = refusal_of(own)
     assert (refusal.status, refusal.message, refusal.outcome) == (422, "no keys", "guard")
     assert (counted.result, counted.detail, counted.goes_on) == ("refused", "sk pattern", False)
-    assert core.state_of(ask.ticket) is State.ABSENT
+    assert core.state_of(ask.ticket) is RequestState.ABSENT
     core = guarded()
     assert refusal_of(said(core, asked(core), reply(action="refuse"))[0]).status == 403
     # statuses that Anthropic's API does not have are mistakes of the request, not of the gateway
@@ -128,7 +128,7 @@ def test_the_guard_is_asked_after_the_shared_limits_and_before_the_queue() -> No
 
     assert isinstance(said(core, through_limits(), reply(action="allow"))[0], Decision)
     second = through_limits()
-    assert core.count_requests(State.QUEUED) == 0
+    assert core.count_requests(RequestState.QUEUED) == 0
     assert isinstance(said(core, second, reply(action="allow"))[0], RequestHeld)
 
 
@@ -203,7 +203,7 @@ def test_whatever_a_guard_answers_a_request_is_decided_or_refused(body: bytes) -
     core = guarded()
     own, _ = said(core, asked(core), GuardReply(200, body))
     assert isinstance(own, Decision | RequestRefused)
-    assert core.count_requests(State.ASKING_GUARD) == 0
+    assert core.count_requests(RequestState.ASKING_GUARD) == 0
 
 
 def test_a_guard_that_does_not_answer_refuses_or_not_by_the_failure_mode() -> None:
@@ -301,7 +301,7 @@ def test_an_explanation_has_what_the_guard_said() -> None:
     core = guarded()
     arrival = request(core)
     assert "the guard 'pii' is asked first" in to_text(core.explain(arrival, 0.0))
-    ask = core.guard_request(arrival)
+    ask = core.guard_ask_for(arrival)
     assert ask is not None
     after, text = core.apply_guard_reply(ask, reply(action="allow", reason="clean"))
     assert "the guard 'pii' allowed it: clean" in to_text(core.explain(after, 0.0, guarded=text))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.admission import budgets
-from extproc.admission.budget_usage import UsageRollupRow
+from extproc.admission.budget_recovery import UsageRollupRow
 from extproc.admission.limits import NO_USAGE
 from extproc.admission.local_limits import MOST_LEVELS
 from extproc.admission.refusals import soft_budget_warning
@@ -24,15 +24,15 @@ from extproc.core.effects import (
     AskLimits,
     Broadcast,
     Decision,
+    OutcomeJoined,
     RequestHeld,
     RequestRefused,
-    RequestSettled,
     SoftBudgetPassed,
 )
 from extproc.core.limit_accounting import NO_OTHERS
 from extproc.core.peer_events import EventBatch, LimitSpent, decode_events, encode_events
 from extproc.core.request_record import Outcome
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.errors import BudgetSpent
 from extproc.feeds.saved_limits import SavedLimits
 from tests.examples import examples
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.buckets import BucketLevel
     from extproc.core.effects import Effect, RequestEffect
-    from extproc.core.limit_accounting import RecentGrants
+    from extproc.core.limit_accounting import MachineGrantLedger
     from extproc.scheduling.pool import Pool
 
 SERVER = "endpoints: [{address: '10.0.0.1:8000'}]\nscrapeInterval: 0s\n"
@@ -71,7 +71,7 @@ class Process:
         gateway_spec: str = "",
         name: str = "t",
         wire: list[Process] | None = None,
-        recent: RecentGrants = NO_OTHERS,
+        recent: MachineGrantLedger = NO_OTHERS,
         has_readers: Callable[[], bool] = lambda: True,
     ) -> None:
         others = ""
@@ -107,7 +107,7 @@ class Process:
         if events:
             batch = decode_events(encode_events(EventBatch(self.name, events)))
             for other in [one for one in self.wire if one is not self]:
-                other.perform(other.core.ingest(batch, now), now)
+                other.perform(other.core.apply_peer_batch(batch, now), now)
         return done
 
     def ask(self, now: float, tenant: str = "a", *, user: str = "", tokens: int = 100) -> RequestEffect:
@@ -119,12 +119,12 @@ class Process:
 
     def ends(
         self, decision: RequestEffect, now: float, *, prompt: int = 10, output: int = 100, cached: int = 0
-    ) -> RequestSettled:
+    ) -> OutcomeJoined:
         assert isinstance(decision, Decision)
         served = decision.assignment.endpoint.address
         outcome = Outcome(decision.ticket, 200, served, 1.0, 0.1, prompt, output, cached)
         (settled,) = (
-            one for one in self.perform(self.core.on_outcome(outcome, now), now) if isinstance(one, RequestSettled)
+            one for one in self.perform(self.core.on_outcome(outcome, now), now) if isinstance(one, OutcomeJoined)
         )
         self.perform(self.core.on_stream_closed(decision.ticket, now), now)
         return settled
@@ -133,7 +133,7 @@ class Process:
         """By the answer to the only question."""
         admission = self.core.admission
         (query,) = admission.usage_queries(self.began_s + now)
-        spent = admission.remaining_budgets(query, self.began_s + now)
+        spent = admission.empty_remaining_budgets(query, self.began_s + now)
         for row in rows:
             spent.add_row(row)
         return self.core.cap_budgets(spent, now)
@@ -353,8 +353,11 @@ def test_rows_of_a_key_whose_tenant_envoy_did_not_know_are_its_tenants() -> None
     keys = "authentication: {apiKeys: [{name: k, tenant: a, key: sk-of-a-tenant}]}"
     process = Process("{name: b, window: Month, max: {requests: 5}}", gateway_spec=keys)
     (query,) = process.core.admission.usage_queries(process.began_s)
-    assert [sorted(dimensions) for dimensions, _ in query.parts()] == [["route", "tenant"], ["key", "route", "tenant"]]
-    spent = process.core.admission.remaining_budgets(query, process.began_s)
+    assert [sorted(dimensions) for dimensions, _ in query.group_by_queries()] == [
+        ["route", "tenant"],
+        ["key", "route", "tenant"],
+    ]
+    spent = process.core.admission.empty_remaining_budgets(query, process.began_s)
     for tenant in ("", "anonymous"):
         # of all callers without a tenant, once more by key
         spent.add_row(UsageRollupRow(tenant, route="default/chat", requests=9))
@@ -421,7 +424,7 @@ def test_a_request_that_moves_is_settled_by_the_price_of_the_server_that_served(
     )
     own = process.ask(0.0)
     assert isinstance(own, RequestHeld)
-    assert own.state is State.AWAITING_ENGINE
+    assert own.state is RequestState.AWAITING_ENGINE
     # reserved by the price of the server that the route has named
     assert process.left(0.0) == 10**6 - 10_000
     moved = configuration(

@@ -37,7 +37,7 @@ class Process:
         if events:
             batch = decode_events(encode_events(EventBatch(self.name, events)))
             for other in [one for one in self.wire if one is not self]:
-                other.perform(other.core.ingest(batch, now), now)
+                other.perform(other.core.apply_peer_batch(batch, now), now)
 
     def beat(self, now: float) -> None:
         self.perform(self.core.heartbeat(now), now)
@@ -124,11 +124,11 @@ def test_only_who_has_asked_takes_levels() -> None:
     assert one.granted(0.0) == 10
     (told,) = [
         one.event
-        for one in one.core.ingest(EventBatch("c", [AskLimitLevels("here")]), 0.0)
+        for one in one.core.apply_peer_batch(EventBatch("c", [AskLimitLevels("here")]), 0.0)
         if isinstance(one, Broadcast)
     ]
     assert isinstance(told, LimitLevels)
-    other.core.ingest(EventBatch("a", [told]), 0.0)
+    other.core.apply_peer_batch(EventBatch("a", [told]), 0.0)
     assert other.granted(0.0) == 10
 
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.admission.buckets import Limit, SharedStoreCopy
-from extproc.admission.limits import Charge, Grant, Usage
+from extproc.admission.limits import Charge, Grant, RequestUsage
 from extproc.admission.local_limits import LocalLimits
-from extproc.core.effects import Effect, Overdraft, SettleGrant
+from extproc.core.effects import ChargeSharedStore, Effect, SettleGrant
 from extproc.core.limit_accounting import LimitAccounting
 from extproc.errors import RateLimited
 from tests.examples import examples
@@ -53,7 +53,7 @@ class Process:
         out: list[Effect] = []
         try:
             if self.store.is_there:
-                stated = self.memory.report("k", LIMIT, now)
+                stated = self.memory.make_bucket_report("k", LIMIT, now)
                 found, level = self.store.reserve(self.name, charge, stated, now)
                 self.memory.on_store_answer("k", stated, level, store_at_s=now, now=now)
                 self.accounts.on_store_answer()
@@ -76,23 +76,23 @@ class Process:
         grant, taken = self.running.pop(index)
         taken.used *= share
         out: list[Effect] = []
-        self.accounts.settle_grants((grant,), Usage(0.0, taken.used), now, out)
+        self.accounts.settle_grants((grant,), RequestUsage(0.0, taken.used), now, out)
         self.perform(out, now)
 
     def perform(self, effects: Sequence[Effect], now: float) -> None:
         for effect in effects:
             match effect:
-                case Overdraft():
+                case ChargeSharedStore():
                     self.memory.record_overdraft(effect.charge.key, effect.charge.limit, effect.amount, now)
                 case SettleGrant() if self.store.is_there:
-                    stated = self.memory.report("k", LIMIT, now)
+                    stated = self.memory.make_bucket_report("k", LIMIT, now)
                     level = self.store.settle(self.name, effect.grant, effect.used, stated, now)
                     self.memory.on_store_answer("k", stated, level, store_at_s=now, now=now)
 
     def pay(self, now: float) -> None:
         """As soon as the store is back."""
         for key, limit in self.memory.buckets_in_debt(10):
-            stated = self.memory.report(key, limit, now)
+            stated = self.memory.make_bucket_report(key, limit, now)
             _, level = self.store.reserve(self.name, Charge(key, limit, "requests", 0.0), stated, now)
             self.memory.on_store_answer(key, stated, level, store_at_s=now, now=now)
 
@@ -234,7 +234,9 @@ def test_what_a_process_knows_of_a_store_that_was_not_lost_lowers_nothing() -> N
 
 def test_a_budget_that_was_raised_since_the_last_answer_has_more_left() -> None:
     memory, before, now = SharedStoreCopy(), Limit(0.0, 100.0, 1000.0), Limit(0.0, 150.0, 1000.0)
-    memory.on_store_answer("k", memory.report("k", before, 1.0), 20.0, store_at_s=1.0, now=1.0, budget=before)
+    memory.on_store_answer(
+        "k", memory.make_bucket_report("k", before, 1.0), 20.0, store_at_s=1.0, now=1.0, budget=before
+    )
     assert memory.max_level("k", now, 2.0) == 70.0
 
 

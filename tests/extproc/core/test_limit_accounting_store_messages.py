@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.admission.buckets import BucketReport, Limit, SharedStoreCopy
-from extproc.admission.limits import Charge, Grant, Usage
+from extproc.admission.limits import Charge, Grant, RequestUsage
 from extproc.admission.local_limits import LocalLimits
-from extproc.core.effects import Effect, Overdraft, SettleGrant
+from extproc.core.effects import ChargeSharedStore, Effect, SettleGrant
 from extproc.core.limit_accounting import LimitAccounting
 from extproc.errors import RateLimited
 from tests.examples import examples
@@ -35,7 +35,7 @@ class Message(msgspec.Struct, eq=False):
 
     charge: Charge
     stated: BucketReport
-    settles: tuple[Grant, Usage | None] | None = None
+    settles: tuple[Grant, RequestUsage | None] | None = None
     # a request waits for the answer
     is_awaited: bool = False
     # nobody asks for anything: only the statement matters
@@ -92,7 +92,7 @@ class World:
         grant, taken = self.running.pop(number % len(self.running))
         taken.used *= share
         out: list[Effect] = []
-        self.accounts.settle_grants((grant,), Usage(0.0, taken.used), self.now, out)
+        self.accounts.settle_grants((grant,), RequestUsage(0.0, taken.used), self.now, out)
         self._perform(out)
 
     def arrive(self, number: int) -> None:
@@ -170,16 +170,16 @@ class World:
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Overdraft():
+                case ChargeSharedStore():
                     self.memory.record_overdraft("k", self.limit, effect.amount, self.now)
                 case SettleGrant():
                     self._settle(effect.grant, effect.used)
 
-    def _settle(self, grant: Grant, used: Usage | None, given_at_s: float = math.inf) -> None:
+    def _settle(self, grant: Grant, used: RequestUsage | None, given_at_s: float = math.inf) -> None:
         self.sent.append(Message(grant.charges[0], self._state(), settles=(grant, used), given_at_s=given_at_s))
 
     def _state(self) -> BucketReport:
-        return self.memory.report("k", self.limit, self.now)
+        return self.memory.make_bucket_report("k", self.limit, self.now)
 
 
 EVENTS = st.lists(
@@ -358,4 +358,4 @@ def test_a_refund_of_what_the_store_may_have_taken_does_not_hide_later_debts() -
     world = play(steps("late", "ask", "pay", "arrive"), rate=1e-9, amount=10.0)
     world.memory.record_overdraft("k", world.limit, -4.0, world.now)
     world.memory.record_overdraft("k", world.limit, 4.0, world.now)
-    assert world.memory.report("k", world.limit, world.now).owed == 14.0
+    assert world.memory.make_bucket_report("k", world.limit, world.now).owed == 14.0

@@ -12,7 +12,7 @@ import pytest
 
 from extproc.core.effects import Broadcast, Decision
 from extproc.core.peer_events import HEARTBEAT_S, EventBatch, decode_events, encode_events
-from extproc.feeds.shared_grants import SharedGrants
+from extproc.feeds.shared_grants import MmapGrantLedger
 from tests.examples import examples
 from tests.extproc.core.test_limit_accounting_budgets import Process
 
@@ -54,7 +54,7 @@ class Worker(Process):
         self.machine = machine
         # by sender
         self.coming: dict[str, deque[bytes]] = {}
-        self.recent = SharedGrants(machine.directory, name, lambda: machine.now)
+        self.recent = MmapGrantLedger(machine.directory, name, lambda: machine.now)
         budget = f"{{name: b, window: Month, max: {{outputTokens: {MOST}}}}}"
         super().__init__(budget, name=name, wire=[], recent=self.recent)
 
@@ -73,7 +73,7 @@ class Worker(Process):
         coming = self.coming[sender]
         if not coming:
             return False
-        self.perform(self.core.ingest(decode_events(coming.popleft()), self.machine.now), self.machine.now)
+        self.perform(self.core.apply_peer_batch(decode_events(coming.popleft()), self.machine.now), self.machine.now)
         return True
 
 

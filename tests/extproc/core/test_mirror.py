@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.request_record import GatewayProperties, RequestHead

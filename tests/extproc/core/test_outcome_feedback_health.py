@@ -242,7 +242,7 @@ def test_bad_requests_do_not_hide_an_engine_that_refuses_good_ones(core: Core) -
 def test_nothing_is_tried_twice_where_retries_are_off_or_the_gateway_is_not_ours(core: Core) -> None:
     pool = core.pools["default/llama"]
     for health in pool.table.healths:
-        health.check_refusals(0.0)
+        health.start_refusal_check(0.0)
     decision, _ = core.arrive(core.builder.build_by_model(HEAD, chat("hello", model="chat")), 0.0)
     assert isinstance(decision, Decision)
     assert decision.checks_refusal

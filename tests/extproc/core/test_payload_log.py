@@ -242,7 +242,7 @@ def test_bodies_that_are_kept_are_bounded_together() -> None:
     # its own bound; what it held is free again
     third.add(b"x")
     assert (third.omitted, third.size) == ("too-long", 81)
-    assert capacity.reserve(100)
+    assert capacity.try_reserve(100)
 
 
 def test_the_sample_is_a_share_and_the_same_everywhere() -> None:

@@ -13,7 +13,7 @@ from extproc.admission.flows import FlowKey
 from extproc.api.config_loader import load_snapshot
 from extproc.core import running_requests
 from extproc.core.core import Core
-from extproc.core.effects import Broadcast, Decision, Effect, RequestHeld, RequestSettled
+from extproc.core.effects import Broadcast, Decision, Effect, OutcomeJoined, RequestHeld
 from extproc.core.peer_events import (
     SILENCE_S,
     AskRequestsStarted,
@@ -28,7 +28,7 @@ from extproc.core.peer_events import (
     encode_events,
 )
 from extproc.core.request_record import Outcome, RequestHead
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.engines.metrics import CacheConfig, EngineReport
 from tests.extproc.conftest import CONFIG, decide
 from tests.extproc.scenes import ONE_AT_A_TIME
@@ -49,7 +49,7 @@ class Process:
         self.pool = self.core.pools["default/llama"]
 
     def ingest(self, other: Process, *events: PeerEvent, now: float = 0.0) -> list[Effect]:
-        return self.core.ingest(decode_events(encode_events(EventBatch(other.name, list(events)))), now)
+        return self.core.apply_peer_batch(decode_events(encode_events(EventBatch(other.name, list(events)))), now)
 
     def decide(self, text: str, now: float = 0.0, head: RequestHead = HEAD) -> tuple[Decision, PeerEvent]:
         own, effects = self.core.arrive(self.core.builder.build_by_model(head, body(text)), now)
@@ -96,10 +96,10 @@ def test_an_outcome_that_comes_to_one_teaches_both_and_is_counted_by_its_owner(p
     outcome = Outcome(decision.ticket, 200, served, 1.0, 0.5, 3000, 10, 0)
     effects = other.core.on_outcome(outcome, 1.0)
     assert told(effects) == [OutcomeKnown(outcome)]
-    (settled,) = [effect for effect in effects if isinstance(effect, RequestSettled)]
+    (settled,) = [effect for effect in effects if isinstance(effect, OutcomeJoined)]
     assert not settled.is_ours
     (ours,) = one.ingest(other, OutcomeKnown(outcome), now=1.0)
-    assert isinstance(ours, RequestSettled)
+    assert isinstance(ours, OutcomeJoined)
     assert ours.is_ours
     rows = [process.pool.table.row_of(served) for process in pair]
     rates = [process.pool.table.prefill_rate[row] for process, row in zip(pair, rows, strict=True)]
@@ -178,7 +178,7 @@ def test_a_request_that_a_late_message_starts_anew_is_not_given_up_for_its_first
     for number in range(2):
         decision, begun = one.decide(f"{number} hello")
         other.ingest(one, begun, RequestEnded(decision.ticket))
-    assert other.core.state_of(first.ticket) is State.RUNNING
+    assert other.core.state_of(first.ticket) is RequestState.RUNNING
     # the next beat of its process ends it
     other.ingest(one, ProcessAlive([]))
     assert other.pool.table.in_flight.sum() == 0
@@ -277,5 +277,5 @@ def test_a_request_that_starts_again_after_its_end_is_not_forgotten_while_it_run
     other.ingest(one, started, RequestEnded(decision.ticket), learned, started)
     own, _ = other.decide("mine")
     other.core.on_stream_closed(own.ticket, 1.0)
-    assert other.core.state_of(decision.ticket) is State.RUNNING
-    assert other.core.state_of(own.ticket) is State.ENDED
+    assert other.core.state_of(decision.ticket) is RequestState.RUNNING
+    assert other.core.state_of(own.ticket) is RequestState.ENDED

@@ -12,7 +12,7 @@ import pytest
 
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits, AskTokens, Decision, RequestHeld, RequestRefused, SettleGrant
-from extproc.core.states import IllegalEvent, State
+from extproc.core.request_states import IllegalEvent, RequestState
 from extproc.errors import LimitsUnavailable, RateLimited
 from tests.extproc.core.setting import GATES, ONE, snapshot
 from tests.extproc.scenes import configuration, core_of, endpoints, request
@@ -65,7 +65,7 @@ def test_without_the_store_a_limit_that_needs_it_refuses_and_gives_back_the_loca
     assert isinstance(own, RequestRefused)
     assert isinstance(own.refusal, LimitsUnavailable)
     assert local_level(core) == 5
-    assert core.state_of(one.ticket) is State.ABSENT
+    assert core.state_of(one.ticket) is RequestState.ABSENT
 
 
 def test_the_stores_refusal_is_told_and_gives_back_the_local_grant() -> None:
@@ -81,7 +81,7 @@ def test_an_answer_of_the_wrong_kind_is_a_mistake_and_changes_nothing() -> None:
     core, one = asking()
     with pytest.raises(IllegalEvent, match="list is not legal while request t-1 is in state ASKING_LIMITS"):
         core.resume(one.ticket, [1, 2], 0.0)
-    assert core.state_of(one.ticket) is State.ASKING_LIMITS
+    assert core.state_of(one.ticket) is RequestState.ASKING_LIMITS
 
     core.pools["default/llama"].caches.set_feed_state(0, is_whole=True)
     own, _ = core.resume(ask(core).ticket, None, 0.0)
@@ -89,7 +89,7 @@ def test_an_answer_of_the_wrong_kind_is_a_mistake_and_changes_nothing() -> None:
     refusal = RateLimited("", kind="", headers={}, retry_after_s=1)
     with pytest.raises(IllegalEvent, match="RateLimited is not legal while request t-2 is in state ASKING_TOKENS"):
         core.resume(own.ticket, refusal, 0.0)
-    assert core.state_of(own.ticket) is State.ASKING_TOKENS
+    assert core.state_of(own.ticket) is RequestState.ASKING_TOKENS
     # and the right one goes on
     assert isinstance(core.resume(own.ticket, None, 0.0)[0], Decision)
 

@@ -25,19 +25,19 @@ from extproc.core.effects import (
     Fault,
     HealthChanged,
     LogUsage,
+    OutcomeJoined,
     Prefill,
     PrefillEnded,
     RequestHeld,
     RequestRefused,
-    RequestSettled,
 )
 from extproc.core.peer_events import EventBatch, decode_events, encode_events
 from extproc.core.remote_prefill import attempt_timeout_s
 from extproc.core.request_record import Outcome, PrefillResult, RequestHead
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.endpoints.in_flight import begin_request
 from extproc.errors import InternalError, PrefillFailed, PrefillRefused, Refusal
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer, duplex_decision_answer
 from tests.extproc.breakers import trip
@@ -110,7 +110,7 @@ class Scene:
     ) -> tuple[RequestHeld, Prefill, list[Effect]]:
         own, effects = self.enter(now, words, headers=headers, **fields)
         assert isinstance(own, RequestHeld)
-        assert own.state is State.PREFILLING
+        assert own.state is RequestState.PREFILLING
         (asked,) = [one for one in effects if isinstance(one, Prefill)]
         return own, asked, effects
 
@@ -130,7 +130,7 @@ class Scene:
         usage = b'{"prompt_tokens": 410, "prompt_tokens_details": {"cached_tokens": 10}}'
         body = b'{"choices": [], "kv_transfer_params": %b, "usage": %b}' % (parameters, usage)
         result = PrefillResult(ticket, status=200, body=body, answered_at_s=now)
-        return self.core.on_result(msgspec.structs.replace(result, **fields), now)
+        return self.core.on_work_result(msgspec.structs.replace(result, **fields), now)
 
     def spent(self) -> dict[str, float]:
         """Of the budget of all callers, by resource."""
@@ -154,7 +154,7 @@ class Scene:
         """Whether no engine counts anything."""
         rows = self.table.active_rows
         assert self.core._dispatcher.legs.keys() == {
-            one.ticket for one in self.core.records() if one.state is State.PREFILLING
+            one.ticket for one in self.core.records() if one.state is RequestState.PREFILLING
         }
         assert not any(one.running for one in self.core.meter._servers.values())
         return not self.table.in_flight[rows].any() and not self.table.in_flight_tokens[rows].any()
@@ -206,7 +206,7 @@ def test_the_prefill_engine_computes_and_the_decode_engine_gets_the_parameters_u
 
     found = decision(scene.answer(asked.ticket, 0.5))
     assert found.history.was_held
-    assert found.history.waits == {State.PREFILLING: 0.5}
+    assert found.history.waits == {RequestState.PREFILLING: 0.5}
     assert found.assignment.addresses == (D,)
     assert found.assignment.prefill is None
     assert found.prefill_address == P
@@ -237,7 +237,7 @@ def test_what_is_learned_of_each_engine_is_its_own_time() -> None:
     assert not transfers.has_factors
     rates = scene.table.prefill_rate.copy()
     effects = scene.core.on_outcome(Outcome(asked.ticket, 200, D, 2.0, 0.75, 410, 6, 400), 2.0)
-    (settled,) = [one for one in effects if isinstance(one, RequestSettled)]
+    (settled,) = [one for one in effects if isinstance(one, OutcomeJoined)]
     assert settled.waited_s == 0.5
     # of the time since the pick, the leg is not the decode engine's
     assert scene.table.ttft_s[decode] == 0.25
@@ -361,7 +361,7 @@ def test_after_a_failure_another_engine_prefills_within_the_same_time() -> None:
         5.0,
         2,
     )
-    assert found.history.waits == {State.PREFILLING: 25.0}
+    assert found.history.waits == {RequestState.PREFILLING: 25.0}
     scene.core.on_stream_closed(found.ticket, 30.0)
     assert scene.is_free
 
@@ -583,14 +583,14 @@ def test_a_client_that_leaves_pays_for_its_prompt_once(end: str) -> None:
     assert scene.spent()["output_tokens"] == 500
     verb = scene.core.on_disconnect if end == "disconnect" else scene.core.on_stream_closed
     effects = verb(asked.ticket, 3.0)
-    (settled,) = [one for one in effects if isinstance(one, RequestSettled)]
+    (settled,) = [one for one in effects if isinstance(one, OutcomeJoined)]
     prompt = settled.used.input_tokens
     assert prompt > 400
     assert (settled.used.output_tokens, settled.used.cost_micros, settled.currency) == (0.0, prompt, "USD")
     assert (settled.outcome.served, settled.outcome.status, settled.outcome.has_left) == (P, 0, True)
     # all of what was reserved for the answer is given back
     assert scene.spent() == {"input_tokens": prompt, "requests": 1}
-    assert not [one for one in verb(asked.ticket, 3.1) if isinstance(one, RequestSettled)]
+    assert not [one for one in verb(asked.ticket, 3.1) if isinstance(one, OutcomeJoined)]
 
 
 def test_a_client_that_leaves_has_a_row_as_others_that_leave() -> None:
@@ -752,7 +752,7 @@ def test_a_decode_engine_that_is_avoided_meanwhile_is_replaced(failure: str) -> 
     # the other process has not seen it fail, and follows all the same
     for now in (0.0, 0.5):
         effects = scene.answer(asked.ticket, 0.5, failure=failure) if now else effects
-        other.core.ingest(decode_events(encode_events(EventBatch("a", told(effects)))), now)
+        other.core.apply_peer_batch(decode_events(encode_events(EventBatch("a", told(effects)))), now)
     assert decision(effects).assignment.addresses[0] == second
     assert scene.load(first) == (0, 0.0)
     assert scene.load(second)[0] == 1
@@ -784,7 +784,7 @@ class Crowd:
         return asked
 
     def tell(self, effects: list[Effect], now: float) -> None:
-        self.other.core.ingest(decode_events(encode_events(EventBatch("a", told(effects)))), now)
+        self.other.core.apply_peer_batch(decode_events(encode_events(EventBatch("a", told(effects)))), now)
 
     def decode(self, **result: object) -> str:
         """The engine that gets the request when the prefill ends; the other process counts it there, too."""
@@ -891,13 +891,13 @@ def test_a_queue_and_its_account_are_as_if_the_refused_request_had_never_come() 
     _, asked, _ = scene.arrive()
     waiting, _ = scene.enter(0.1)
     assert isinstance(waiting, RequestHeld)
-    assert waiting.state is State.QUEUED
+    assert waiting.state is RequestState.QUEUED
     effects = scene.answer(asked.ticket, 0.5, failure="not_asked")
     assert refusal(effects).code == "prefill_failed"
     (second,) = [one for one in scene.core.tick(0.5) if isinstance(one, Prefill)]
     assert second.ticket == waiting.ticket
     found = decision(scene.answer(second.ticket, 1.0))
-    assert found.history.waits == {State.QUEUED: pytest.approx(0.4), State.PREFILLING: 0.5}
+    assert found.history.waits == {RequestState.QUEUED: pytest.approx(0.4), RequestState.PREFILLING: 0.5}
     assert found.history.waited_s == pytest.approx(0.4)
 
 
@@ -941,7 +941,7 @@ class Pair:
         self.other = Scene(configuration, name="b", machine="m")
 
     def tell(self, effects: Iterable[Effect], now: float) -> None:
-        self.other.core.ingest(decode_events(encode_events(EventBatch("a", told(effects)))), now)
+        self.other.core.apply_peer_batch(decode_events(encode_events(EventBatch("a", told(effects)))), now)
 
 
 @pytest.mark.parametrize("failure", ["", "timeout", "not_asked"])

@@ -13,16 +13,16 @@ from extproc.core.effects import (
     AbortDecode,
     CancelPrefill,
     Decision,
+    OutcomeJoined,
     Prefill,
     PrefillEnded,
     RequestHeld,
-    RequestSettled,
 )
 from extproc.core.peer_events import EventBatch, RequestStarted
 from extproc.core.request_record import Outcome
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.errors import BadRequest
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer, duplex_decision_answer
 from tests.extproc.core.setting import told
@@ -71,7 +71,7 @@ def aborted(effects: Iterable[Effect]) -> AbortDecode:
 def test_both_engines_have_the_request_at_once_and_count_it() -> None:
     scene = Scene(sglang("transferPort: 9001", engines=(D, E)))
     found, asked, _ = arrive(scene, stream=True, max_tokens=70)
-    assert scene.core.state_of(found.ticket) is State.RUNNING
+    assert scene.core.state_of(found.ticket) is RequestState.RUNNING
     assert (asked.address, asked.path, asked.timeout_s, asked.is_beside) == (P, "/v1/chat/completions", 60.0, True)
     told, sent = fields(asked.body), fields(found.body)
     assert (told["stream"], told["max_tokens"], told["model"]) == (False, 70, "llama")
@@ -96,7 +96,7 @@ def test_both_engines_have_the_request_at_once_and_count_it() -> None:
     (settled,) = [
         one
         for one in scene.core.on_outcome(Outcome(found.ticket, 200, decode, 2.0, 0.5, 410, 6, 400), 2.0)
-        if isinstance(one, RequestSettled)
+        if isinstance(one, OutcomeJoined)
     ]
     assert settled.leg == leg(effects).leg
     assert settled.waited_s == 0
@@ -228,11 +228,11 @@ def test_a_prefill_that_ends_late_leaves_another_process_its_request_of_that_tic
     _, _, started = arrive(pair.other, 0.3)
     # of a process that made the same ticket
     events = [replace(one, ticket=found.ticket) for one in told(started) if isinstance(one, RequestStarted)]
-    pair.one.core.ingest(EventBatch("b", events), 0.3)
+    pair.one.core.apply_peer_batch(EventBatch("b", events), 0.3)
     effects = pair.one.answer(asked.ticket, 0.4, failure="timeout")
     assert leg(effects).leg.outcome == "timeout"
     assert not [one for one in effects if isinstance(one, AbortDecode)]
-    assert pair.one.core.state_of(found.ticket) is State.RUNNING
+    assert pair.one.core.state_of(found.ticket) is RequestState.RUNNING
 
 
 def test_what_is_learned_of_the_prefill_engine_is_its_own_time() -> None:
@@ -259,12 +259,12 @@ def test_it_waits_for_its_turn_and_not_for_its_prefill() -> None:
     waiting, _ = scene.enter(0.1)
     assert isinstance(waiting, RequestHeld)
     scene.answer(asked.ticket, 0.2, **OK)
-    assert scene.core.state_of(waiting.ticket) is State.QUEUED
+    assert scene.core.state_of(waiting.ticket) is RequestState.QUEUED
     scene.core.on_stream_closed(first.ticket, 0.5)
     effects = scene.core.tick(0.5)
     (second,) = [one for one in effects if isinstance(one, Decision)]
     assert second.ticket == waiting.ticket
-    assert second.history.waits == {State.QUEUED: pytest.approx(0.4)}
+    assert second.history.waits == {RequestState.QUEUED: pytest.approx(0.4)}
     (asked,) = [one for one in effects if isinstance(one, Prefill)]
     # all of its time, however long it has waited
     assert asked.timeout_s == 60

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from extproc.api.config_loader import load_snapshot
-from extproc.core.effects import Broadcast, CancelPrefill, Prefill, RequestHeld, RequestSettled
+from extproc.core.effects import Broadcast, CancelPrefill, OutcomeJoined, Prefill, RequestHeld
 from extproc.core.request_record import Outcome
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from tests.extproc.core.test_prefill_completion import (
     BUDGET,
     PRICED,
@@ -72,8 +72,8 @@ def in_flight(scene: Scene) -> dict[str, int]:
     return counted
 
 
-def refund(effects: Iterable[Effect]) -> list[RequestSettled]:
-    return [one for one in effects if isinstance(one, RequestSettled)]
+def refund(effects: Iterable[Effect]) -> list[OutcomeJoined]:
+    return [one for one in effects if isinstance(one, OutcomeJoined)]
 
 
 @pytest.mark.parametrize("failure", ["unreachable", "timeout", "not_asked"])
@@ -166,7 +166,7 @@ def test_the_queue_goes_on_as_if_it_had_never_come() -> None:
     _, asked, _ = scene.arrive()
     waiting, _ = scene.enter(0.1)
     assert isinstance(waiting, RequestHeld)
-    assert waiting.state is State.QUEUED
+    assert waiting.state is RequestState.QUEUED
     assert decision(scene.answer(asked.ticket, 0.5, failure="not_asked")).server == SPARE
     (second,) = [one for one in scene.core.tick(0.5) if isinstance(one, Prefill)]
     assert second.ticket == waiting.ticket
@@ -192,7 +192,7 @@ def test_a_prefill_engine_of_the_fallback_may_compute_the_prompt() -> None:
     scene = Scene(with_fallback(spare=spare))
     _, asked, _ = scene.arrive()
     scene.answer(asked.ticket, 0.5, failure="unreachable")
-    assert scene.core.state_of(asked.ticket) is State.PREFILLING
+    assert scene.core.state_of(asked.ticket) is RequestState.PREFILLING
     found = decision(scene.answer(asked.ticket, 1.0))
     assert (found.server, found.prefill_address) == (SPARE, S)
     assert in_flight(scene) == {E: 1}

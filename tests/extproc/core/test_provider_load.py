@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from extproc.api.dns_resolution import with_addresses
+from extproc.api.dns_resolution import with_resolved_addresses
 from extproc.core.capacity import has_capacity, load_fraction
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestHeld
@@ -34,12 +34,12 @@ def region(*, west: str = PROVIDER, addresses: tuple[str, ...] = ("192.0.2.1",),
     servers = {"own": endpoints(ENGINE) + QUIET + QUEUE, "west": west, "spare": endpoints(OTHER) + QUIET}
     snapshot = configuration(servers=servers, routes={"chat": f"rules: {rules}\n"})
     core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
-    core.apply(with_addresses(snapshot, {"west.example": addresses}), 0.0)
+    core.apply(with_resolved_addresses(snapshot, {"west.example": addresses}), 0.0)
     return core
 
 
 def reports(core: Core, load: float, now: float, address: str = WEST) -> None:
-    core.on_metrics(EngineReported("default/west", address, EngineReport(load=load)), now)
+    core.on_engine_report(EngineReported("default/west", address, EngineReport(load=load)), now)
 
 
 def ask(core: Core, now: float) -> Decision | RequestHeld:
@@ -121,7 +121,7 @@ def test_a_tier_that_reports_that_it_is_full_is_passed_over() -> None:
     servers = {"own": endpoints(ENGINE) + QUIET + priced.replace("1", "9"), "west": PROVIDER + priced}
     snapshot = configuration(servers=servers, routes={"chat": f"rules: [{json.dumps(rule)}]\n"})
     core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
-    core.apply(with_addresses(snapshot, {"west.example": ("192.0.2.1",)}), 0.0)
+    core.apply(with_resolved_addresses(snapshot, {"west.example": ("192.0.2.1",)}), 0.0)
     assert decided(core, 0.0).server == "default/west"
     reports(core, 1.0, 1.0)
     assert decided(core, 1.1).server == "default/own"
@@ -187,7 +187,7 @@ def test_nor_does_one_whose_breaker_is_open() -> None:
     core = split()
     reports(core, 1.0, 0.5)
     pool = core.pools["default/own"]
-    pool.breaker = pool.breaker.opened(pool.name, 0.5, needed=1)
+    pool.breaker = pool.breaker.after_opening(pool.name, 0.5, needed=1)
     assert "default/west" in servers_of(core, 0.6)
 
 
@@ -205,7 +205,7 @@ def test_a_sticky_split_does_not_follow_the_load() -> None:
 def test_what_is_told_of_a_split_leaves_out_a_full_target_that_gets_nothing(sticky: str, told: float) -> None:
     core = split(sticky=sticky)
     reports(core, 1.0, 0.5)
-    targets = core.builder.default_targets(request(core).head, "m")
+    targets = core.builder.unconditional_chat_targets(request(core).head, "m")
     assert targets is not None
     assert load_fraction(targets, core.pools, core.admission.gates, 0.6) == told
 
@@ -220,7 +220,7 @@ def test_other_workers_know_it_too() -> None:
     report = EngineReported("default/west", WEST, EngineReport(load=1.0))
     batch = decode_events(encode_events(EventBatch("a", (report,))))
     core = region()
-    core.ingest(batch, 1.0)
+    core.apply_peer_batch(batch, 1.0)
     assert core.pools["default/west"].is_full(1.1)
 
 

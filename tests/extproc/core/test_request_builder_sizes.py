@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from bench.sizes.configuration import GatewayPorts, Sizes, configuration, model_route
+from bench.sizes.configuration import GatewayPorts, ObjectCounts, configuration, model_route
 from extproc.api.config_loader import SnapshotLoader
 from extproc.core import request_builder as builder
 from extproc.core.core import Core
@@ -21,7 +21,7 @@ from extproc.wire_protocol import CLIENT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SIZES = Sizes(models=50, routes=100, hosts=10, adapters=100, endpoints=100, keys=40, tenants=20)
+SIZES = ObjectCounts(models=50, routes=100, hosts=10, adapters=100, endpoints=100, keys=40, tenants=20)
 GATEWAY = GatewayPorts("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80)
 
 

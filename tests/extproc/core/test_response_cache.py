@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.core.core import Core
-from extproc.core.effects import AnswerReadForCache, Broadcast, CacheLookup, Decision, Fault, RequestRefused
+from extproc.core.effects import Broadcast, CacheLookup, CacheStoreAttempted, Decision, Fault, RequestRefused
 from extproc.core.peer_events import EventBatch, decode_events, encode_events
+from extproc.core.request_states import RequestState
 from extproc.core.response_cache import (
     OVERHEAD_BYTES,
     AnswerStore,
@@ -25,7 +26,6 @@ from extproc.core.response_cache import (
     is_complete_answer,
     parse_cache_control,
 )
-from extproc.core.states import State
 from extproc.errors import BadRequest, NotCached, RateLimited, StoredAnswer
 from extproc.wire_protocol import REVISION_LABEL as REVISION
 from extproc.wire_protocol import Api
@@ -76,8 +76,8 @@ def hit(core: Core, arrival: Arrival, now: float = 0.0) -> StoredAnswer | None:
 
 
 def fill(core: Core, arrival: Arrival, body: bytes = WHOLE, now: float = 0.0) -> None:
-    (read,) = core.on_answer(decided(core, arrival, now).ticket, "json", body, now)
-    assert read == AnswerReadForCache("default/chat", "stored")
+    (read,) = core.on_cacheable_answer(decided(core, arrival, now).ticket, "json", body, now)
+    assert read == CacheStoreAttempted("default/chat", "stored")
 
 
 def test_an_equal_request_is_answered_and_uses_one_request_of_its_limits_and_no_tokens() -> None:
@@ -88,7 +88,7 @@ def test_an_equal_request_is_answered_and_uses_one_request_of_its_limits_and_no_
     assert isinstance(own.refusal, StoredAnswer)
     assert (own.refusal.body, own.refusal.headers["age"]) == (WHOLE, "2")
     assert [one for one in effects if isinstance(one, CacheLookup)] == [CacheLookup("default/chat", "hit")]
-    assert core.state_of(own.ticket) is State.ABSENT
+    assert core.state_of(own.ticket) is RequestState.ABSENT
     levels = {key.split("/")[3]: round(one.level) for key, one in core.admission.limits._buckets.items()}
     # the first request runs; the hit has used a request, and no tokens
     assert levels == {"requests": 1, "output_tokens": 70}
@@ -114,7 +114,7 @@ def test_a_fault_of_the_cache_costs_no_request(monkeypatch: pytest.MonkeyPatch) 
 def test_a_route_without_a_cache_marks_no_answer() -> None:
     core = Core(configuration(servers={"llama": SERVER}), rng=random.Random(0), ticket_prefix="t")
     assert decided(core, asks(core)).cache_bytes == 0
-    assert core.on_answer("t-1", "json", WHOLE, 0.0) == [AnswerReadForCache("", "unknown")]
+    assert core.on_cacheable_answer("t-1", "json", WHOLE, 0.0) == [CacheStoreAttempted("", "unknown")]
     assert hit(core, asks(core)) is None
 
 
@@ -313,30 +313,30 @@ def test_an_answer_is_not_stored_if_engines_of_another_revision_have_come_meanwh
     core = Core(of_revisions("old"), rng=random.Random(0), ticket_prefix="t")
     ticket = decided(core, asks(core)).ticket
     core.apply(of_revisions("new"), 1.0)
-    assert core.on_answer(ticket, "json", WHOLE, 1.0) == [AnswerReadForCache("default/chat", "outdated")]
+    assert core.on_cacheable_answer(ticket, "json", WHOLE, 1.0) == [CacheStoreAttempted("default/chat", "outdated")]
     core.apply(of_revisions("old"), 2.0)
     assert hit(core, asks(core), 2.0) is None
     ticket = decided(core, asks(core), 2.0).ticket
     core.apply(configuration(servers={"other": SERVER}, routes={"chat": "cache: {}"}), 3.0)
-    assert core.on_answer(ticket, "json", WHOLE, 3.0) == [AnswerReadForCache("default/chat", "outdated")]
+    assert core.on_cacheable_answer(ticket, "json", WHOLE, 3.0) == [CacheStoreAttempted("default/chat", "outdated")]
 
 
 def test_an_answer_comes_once_and_only_for_a_ticket_that_waits() -> None:
     core = cached()
     ticket = decided(core, asks(core)).ticket
-    assert core.on_answer("t-77", "json", WHOLE, 0.0) == [AnswerReadForCache("", "unknown")]
-    assert core.on_answer(ticket, "json", b"{}", 0.0) == [AnswerReadForCache("default/chat", "not_whole")]
-    assert core.on_answer(ticket, "json", WHOLE, 0.0) == [AnswerReadForCache("", "unknown")]
+    assert core.on_cacheable_answer("t-77", "json", WHOLE, 0.0) == [CacheStoreAttempted("", "unknown")]
+    assert core.on_cacheable_answer(ticket, "json", b"{}", 0.0) == [CacheStoreAttempted("default/chat", "not_whole")]
+    assert core.on_cacheable_answer(ticket, "json", WHOLE, 0.0) == [CacheStoreAttempted("", "unknown")]
     assert hit(core, asks(core)) is None
     for number in range(5000):
         decided(core, asks(core, f"prompt {number}"))
-    assert core.on_answer(ticket, "json", WHOLE, 0.0) == [AnswerReadForCache("", "unknown")]
+    assert core.on_cacheable_answer(ticket, "json", WHOLE, 0.0) == [CacheStoreAttempted("", "unknown")]
     assert len(core._caches._awaited) == 4096
 
 
 def batch_of(core: Core, effects: list[Any]) -> EventBatch:
     events = [one.event for one in effects if isinstance(one, Broadcast)]
-    return decode_events(encode_events(EventBatch(core.name, events)))
+    return decode_events(encode_events(EventBatch(core.process_name, events)))
 
 
 def test_workers_hand_answers_to_the_one_that_waits_and_share_them() -> None:
@@ -344,18 +344,18 @@ def test_workers_hand_answers_to_the_one_that_waits_and_share_them() -> None:
     one, two = (Core(config, rng=random.Random(0), ticket_prefix=name, machine="m") for name in ("one", "two"))
     ticket = decided(one, asks(one)).ticket
     # Envoy sends it to the other one
-    stored = one.ingest(batch_of(two, two.on_answer(ticket, "json", WHOLE, 0.0)), 0.0)
-    assert AnswerReadForCache("default/chat", "stored") in stored
-    two.ingest(batch_of(one, stored), 0.0)
+    stored = one.apply_peer_batch(batch_of(two, two.on_cacheable_answer(ticket, "json", WHOLE, 0.0)), 0.0)
+    assert CacheStoreAttempted("default/chat", "stored") in stored
+    two.apply_peer_batch(batch_of(one, stored), 0.0)
     assert hit(one, asks(one)) is not None
     assert hit(two, asks(two)) is not None
     assert hit(two, asks(two, tenant="other")) is None
     # one whose configuration has no cache yet, or no more
     plain = Core(configuration(servers={"llama": SERVER}), rng=random.Random(0), ticket_prefix="three", machine="m")
-    plain.ingest(batch_of(one, stored), 0.0)
+    plain.apply_peer_batch(batch_of(one, stored), 0.0)
     assert plain.stored_answers.bytes == 0
     # a long answer stays where it is
-    assert two.on_answer("one-9", "json", b"x" * (257 << 10), 0.0) == []
+    assert two.on_cacheable_answer("one-9", "json", b"x" * (257 << 10), 0.0) == []
 
 
 @given(

@@ -9,8 +9,8 @@ import pytest
 
 from extproc.core.core import Core
 from extproc.core.request_record import GatewayProperties, RequestHead
-from extproc.core.shadow_picks import compare_picks, first_choice_of_other
-from extproc.metrics.registry import ShadowShare
+from extproc.core.shadow_picks import compare_picks, other_picker_choice
+from extproc.metrics.request_metrics import ShadowAgreement
 from tests.extproc.scenes import configuration, endpoints, request
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -22,13 +22,11 @@ def two_engines() -> Core:
 
 def test_the_choice_is_in_the_header_or_in_metadata() -> None:
     assert (
-        first_choice_of_other(
-            RequestHead("POST", "/", {"x-gateway-destination-endpoint": f"{A},{B}"}, has_body=True), B
-        )
+        other_picker_choice(RequestHead("POST", "/", {"x-gateway-destination-endpoint": f"{A},{B}"}, has_body=True), B)
         == A
     )
-    assert first_choice_of_other(RequestHead("POST", "/", {}, has_body=True), B) == B
-    assert first_choice_of_other(RequestHead("POST", "/", {}, has_body=True), "") == ""
+    assert other_picker_choice(RequestHead("POST", "/", {}, has_body=True), B) == B
+    assert other_picker_choice(RequestHead("POST", "/", {}, has_body=True), "") == ""
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def test_ours_would_go_where_less_waits_and_says_what_theirs_costs() -> None:
 
 
 def test_the_share_is_reported_once_for_each_change() -> None:
-    share = ShadowShare()
+    share = ShadowAgreement()
     assert share.report() == ""
     for verdict in ("agreed", "agreed", "differed", "not_chosen"):
         share.add(verdict)

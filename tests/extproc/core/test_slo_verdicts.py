@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.core import Core
-from extproc.core.effects import Broadcast, Decision, RequestHeld, RequestJudged, RequestRefused, RequestSettled
+from extproc.core.effects import Broadcast, Decision, OutcomeJoined, RequestHeld, RequestRefused, RequestSloJudged
 from extproc.core.peer_events import EventBatch
 from extproc.core.request_record import Outcome
 from extproc.core.slo_verdicts import SloVerdict
@@ -39,7 +39,7 @@ def ask(core: Core, now: float = 0.0, *, stream: bool = True, **fields: object) 
 
 def judged(effects: Iterable[Effect]) -> dict[str, bool | None]:
     """By objective, of the one request that is over."""
-    found = [one for one in effects if isinstance(one, RequestJudged)]
+    found = [one for one in effects if isinstance(one, RequestSloJudged)]
     assert len(found) <= 1
     return {verdict.objective: verdict.is_met for one in found for verdict in one.verdicts}
 
@@ -122,7 +122,7 @@ def test_of_a_plain_answer_only_the_end_is_seen() -> None:
     own, _ = ask(core, stream=False)
     effects = core.on_outcome(outcome(own.ticket, took_s=4.0, first_content_s=None, ttfb_s=4.0), 20.0)
     assert judged(effects) == {"e2e": True}
-    (settled,) = (one for one in effects if isinstance(one, RequestSettled))
+    (settled,) = (one for one in effects if isinstance(one, OutcomeJoined))
     assert settled.times is not None
     assert (settled.times.ttft_s, settled.times.tpot_s, settled.times.e2e_s) == (None, None, 4.0)
 
@@ -146,7 +146,7 @@ def test_a_class_has_the_requests_from_its_priority_on() -> None:
         rules = f"rules: [{{priority: {priority}, targetModels: [{{modelServerName: llama}}]}}]\n"
         core = core_with(rules + classes)
         own, _ = ask(core)
-        (found,) = (one for one in core.on_outcome(outcome(own.ticket), 1.0) if isinstance(one, RequestJudged))
+        (found,) = (one for one in core.on_outcome(outcome(own.ticket), 1.0) if isinstance(one, RequestSloJudged))
         assert found.objectives.name == name
         assert found.verdicts == (SloVerdict("e2e", is_met=True),)
 
@@ -213,9 +213,9 @@ def test_a_request_of_another_process_is_judged_there_alone() -> None:
         for name in ("a", "b")
     )
     own, effects = ask(here)
-    there.ingest(EventBatch("a", [one.event for one in effects if isinstance(one, Broadcast)]), 0.0)
+    there.apply_peer_batch(EventBatch("a", [one.event for one in effects if isinstance(one, Broadcast)]), 0.0)
     settled = there.on_outcome(outcome(own.ticket), 1.0)
-    assert any(isinstance(one, RequestSettled) for one in settled)
+    assert any(isinstance(one, OutcomeJoined) for one in settled)
     assert not judged(settled)
     heard = EventBatch("b", [one.event for one in settled if isinstance(one, Broadcast)])
-    assert judged(here.ingest(heard, 1.0)) == {"ttft": True, "tpot": True, "e2e": True}
+    assert judged(here.apply_peer_batch(heard, 1.0)) == {"ttft": True, "tpot": True, "e2e": True}

@@ -13,7 +13,7 @@ from extproc.core import tier_selector as tiers
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Fault, RequestHeld
 from extproc.core.explanation import to_text
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
 
 if TYPE_CHECKING:
@@ -95,12 +95,12 @@ def test_a_request_waits_in_the_queue_of_its_home_and_then_spills() -> None:
     core.admission.gates["default/cheap"]._rate_at_s = 0.0
     held = ask(core, 0.1)
     assert isinstance(held, RequestHeld)
-    assert core.state_of(held.ticket) is State.QUEUED
+    assert core.state_of(held.ticket) is RequestState.QUEUED
     assert not ends(core.tick(1.0))
     (spilled,) = ends(core.tick(2.11))
     assert isinstance(spilled, Decision)
     assert (spilled.server, spilled.history.tier, spilled.history.was_held) == ("default/dear", "up", True)
-    assert spilled.history.waits[State.QUEUED] == pytest.approx(2.01)
+    assert spilled.history.waits[RequestState.QUEUED] == pytest.approx(2.01)
     # nothing of it is left at its home
     assert not len(core.admission.gates["default/cheap"].queue)
     assert core.pools["default/cheap"].table.in_flight.sum() == 1
@@ -129,7 +129,7 @@ def test_a_client_that_leaves_while_it_waits_leaves_nothing() -> None:
     held = ask(core, 0.1)
     core.on_disconnect(held.ticket, 0.2)
     assert not ends(core.tick(3.0))
-    assert core.count_requests(State.QUEUED) == 0
+    assert core.count_requests(RequestState.QUEUED) == 0
 
 
 def test_with_both_tiers_full_a_request_waits_on_at_its_home() -> None:
@@ -250,7 +250,7 @@ def test_a_configuration_without_the_rule_holds_those_that_wait() -> None:
     alone = configuration(servers={"cheap": CHEAP + QUEUE})
     assert not ends(core.apply(alone, 0.2))
     assert not ends(core.tick(3.0))
-    assert core.state_of(held.ticket) is State.QUEUED
+    assert core.state_of(held.ticket) is RequestState.QUEUED
     core.on_stream_closed("t-1", 4.0)
     (own,) = ends(core.tick(4.0))
     assert isinstance(own, Decision)

@@ -11,7 +11,7 @@ import pytest
 from extproc.core.core import Core
 from extproc.core.effects import AskLimits, AskTokens, Decision, LoadAdapter, RequestHeld, RequestRefused
 from extproc.core.request_record import AdapterLoadResult, RequestHead
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.core.trace import Trace, TraceParent, TraceStep, parse_trace_parent
 from extproc.core.trace_attributes import decision_tags, pick_attributes, request_tags
 from tests.extproc.core.setting import ACTIVATIONS, GATES, LIMITS, ONE, SERVER, body, prefilled, snapshot
@@ -51,10 +51,10 @@ def test_a_stream_without_a_parent_is_not_sampled() -> None:
 def test_each_step_ends_where_the_next_begins() -> None:
     trace = Trace(PARENT, 1.0)
     trace.start_step("parse", 1.0)
-    trace.enter_state(State.ASKING_LIMITS, 1.5)
-    trace.enter_state(State.AWAITING_ENGINE, 2.0)
-    trace.enter_state(State.LOADING, 3.0)
-    trace.enter_state(State.QUEUED, 4.5)
+    trace.enter_state(RequestState.ASKING_LIMITS, 1.5)
+    trace.enter_state(RequestState.AWAITING_ENGINE, 2.0)
+    trace.enter_state(RequestState.LOADING, 3.0)
+    trace.enter_state(RequestState.QUEUED, 4.5)
     trace.on_refusal("queue_timeout", 6.0)
     assert trace.steps == [
         TraceStep("parse", 1.0, 1.5),
@@ -69,7 +69,7 @@ def test_each_step_ends_where_the_next_begins() -> None:
 def test_a_request_that_never_rests_keeps_a_bounded_number_of_steps() -> None:
     trace = Trace(PARENT, 0.0)
     for second in range(1000):
-        trace.enter_state(State.LOADING if second % 2 else State.QUEUED, float(second))
+        trace.enter_state(RequestState.LOADING if second % 2 else RequestState.QUEUED, float(second))
     trace.on_refusal("no_endpoint", 1000.0)
     assert len(trace.steps) == 32
 
@@ -150,7 +150,7 @@ def test_the_load_of_an_adapter_is_a_step() -> None:
     own, effects, trace = begun(core, model="sql")
     assert isinstance(own, RequestHeld)
     (load,) = [one for one in (*effects, *core.tick(0.0)) if isinstance(one, LoadAdapter)]
-    ended = core.on_result(AdapterLoadResult(load.server, load.address, load.adapter), 2.0)
+    ended = core.on_work_result(AdapterLoadResult(load.server, load.address, load.adapter), 2.0)
     assert steps_of(trace, [*ended, *core.tick(2.0)], 2.1) == [
         TraceStep("adapter", 0.0, 2.0),
         TraceStep("pick", 2.0, 2.1),
@@ -161,7 +161,7 @@ def test_a_prefill_elsewhere_is_a_step_after_the_pick_and_before_that_of_its_eng
     core = Core(snapshot(ONE, pairs="Fail"), rng=random.Random(1), ticket_prefix="t")
     own, _, trace = begun(core)
     assert isinstance(own, RequestHeld)
-    effects = core.on_result(prefilled(own.ticket, 1.5), 1.5)
+    effects = core.on_work_result(prefilled(own.ticket, 1.5), 1.5)
     found = steps_of(trace, effects, 1.6)
     assert found == [TraceStep("prefill", 0.0, 1.5), TraceStep("pick", 1.5, 1.6)]
     # the pick is explained by the engine that decodes

@@ -18,7 +18,7 @@ from extproc.core.effects import (
     WakeAt,
 )
 from extproc.core.request_record import BUNDLE, AdapterLoadResult, GatewayProperties, RequestHead
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from tests.extproc.scenes import configuration
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Zero:
                     self.order.append(effect.ticket)
                 case LoadAdapter():
                     done = AdapterLoadResult(effect.server, effect.address, effect.adapter)
-                    self.perform(self.core.on_result(done, self.now))
+                    self.perform(self.core.on_work_result(done, self.now))
                 case WakeAt():
                     self.wake_at_s = effect.at_s if self.wake_at_s is None else min(effect.at_s, self.wake_at_s)
 
@@ -177,7 +177,7 @@ class Zero:
         return end.refusal
 
     def waiting(self) -> dict[str, int]:
-        return self.core.meter.waiting_in(State.AWAITING_ENGINE)
+        return self.core.meter.waiting_in(RequestState.AWAITING_ENGINE)
 
     def told(self) -> list[str]:
         """The servers of which the shell was told that somebody waits."""
@@ -188,5 +188,5 @@ class Zero:
 
     def awaits(self, ticket: str) -> RequestHeld:
         (found,) = [one for one in self.effects if isinstance(one, RequestHeld) and one.ticket == ticket]
-        assert found.state is State.AWAITING_ENGINE
+        assert found.state is RequestState.AWAITING_ENGINE
         return found

@@ -24,20 +24,20 @@ LATENCY_S = 0.1
 
 
 def tripped(breaker: Breaker, now: float, *, needed: int = 1, is_costly: bool = False) -> Breaker:
-    return breaker.opened(KEY, now, needed=needed, is_costly=is_costly)
+    return breaker.after_opening(KEY, now, needed=needed, is_costly=is_costly)
 
 
 def test_each_failure_of_a_probe_doubles_the_pause_up_to_a_bound_with_jitter() -> None:
     breaker, now, pauses = CLOSED, 100.0, []
     for number in range(8):
-        breaker = tripped(breaker.leased(f"t{number}", now), now)
+        breaker = tripped(breaker.with_probe_lease(f"t{number}", now), now)
         pauses.append(breaker.reopen_at_s - now)
         now = breaker.reopen_at_s
     for pause_s, without in zip(pauses, [1, 2, 4, 8, 16, 30, 30, 30], strict=True):
         assert 0.8 * without <= pause_s <= 1.2 * without
     assert len({round(pause_s, 3) for pause_s in pauses[5:]}) == 3, "the jitter is another one each time"
-    other = CLOSED.opened("default/llama/10.0.0.2:8000", 100.0, needed=1)
-    assert other.reopen_at_s != CLOSED.opened(KEY, 100.0, needed=1).reopen_at_s, "and for each endpoint"
+    other = CLOSED.after_opening("default/llama/10.0.0.2:8000", 100.0, needed=1)
+    assert other.reopen_at_s != CLOSED.after_opening(KEY, 100.0, needed=1).reopen_at_s, "and for each endpoint"
 
 
 def test_an_endpoint_that_answers_nothing_is_left_alone_for_8_s_before_a_client_is_risked_again() -> None:
@@ -55,7 +55,7 @@ def test_late_results_change_nothing() -> None:
     breaker = tripped(CLOSED, 100.0)
     assert not breaker.is_current(before, 99.0)
     probe = BreakerPass(breaker.generation, "t1")
-    closed = breaker.leased("t1", 101.3).succeeded("t1", 102.0)
+    closed = breaker.with_probe_lease("t1", 101.3).after_success("t1", 102.0)
     assert closed.state(102.0) is BreakerState.CLOSED
     assert not closed.is_current(probe, 101.3)
     assert not closed.is_current(before, 99.0)
@@ -70,10 +70,10 @@ def test_a_request_whose_generation_is_not_known_counts_if_it_was_sent_since() -
 
 
 def test_while_it_is_open_only_probes_count() -> None:
-    breaker = tripped(CLOSED, 100.0).leased("t1", 101.3)
-    assert breaker.failed("t2", KEY, 101.4, needed=1) is breaker
-    assert breaker.succeeded("t2", 101.4) is breaker
-    again = breaker.failed("t1", KEY, 101.4, needed=1)
+    breaker = tripped(CLOSED, 100.0).with_probe_lease("t1", 101.3)
+    assert breaker.after_failure("t2", KEY, 101.4, needed=1) is breaker
+    assert breaker.after_success("t2", 101.4) is breaker
+    again = breaker.after_failure("t1", KEY, 101.4, needed=1)
     assert (again.trips, again.generation, again.since_s) == (2, 2, 100.0)
 
 
@@ -81,42 +81,42 @@ def test_several_probes_in_a_row_may_be_needed() -> None:
     breaker = tripped(CLOSED, 100.0, needed=3)
     for number in range(3):
         assert breaker.trips
-        breaker = breaker.leased(f"t{number}", 102.0).succeeded(f"t{number}", 102.0)
+        breaker = breaker.with_probe_lease(f"t{number}", 102.0).after_success(f"t{number}", 102.0)
     assert not breaker.trips
 
 
 def test_the_result_of_a_probe_that_takes_long_counts_although_others_follow() -> None:
-    breaker = tripped(CLOSED, 100.0).leased("t1", 102.0)
+    breaker = tripped(CLOSED, 100.0).with_probe_lease("t1", 102.0)
     assert breaker.leased_until_s(102.0) == 107.0
     assert breaker.leased_until_s(107.0) == 107.0, "the next one may go"
-    assert not breaker.leased("t2", 107.0).succeeded("t1", 160.0).trips
+    assert not breaker.with_probe_lease("t2", 107.0).after_success("t1", 160.0).trips
 
 
 def test_a_probe_without_a_result_is_not_waited_for_long() -> None:
-    breaker = tripped(CLOSED, 100.0).leased("t1", 102.0)
-    assert breaker.stream_ended("t1", 102.5).leased_until_s(102.5) == 104.5
-    assert breaker.released("t1").leased_until_s(102.5) == 102.5
-    assert breaker.stream_ended("t2", 102.5) is breaker
-    assert breaker.released("t2") is breaker
+    breaker = tripped(CLOSED, 100.0).with_probe_lease("t1", 102.0)
+    assert breaker.after_probe_stream("t1", 102.5).leased_until_s(102.5) == 104.5
+    assert breaker.without_probe_lease("t1").leased_until_s(102.5) == 102.5
+    assert breaker.after_probe_stream("t2", 102.5) is breaker
+    assert breaker.without_probe_lease("t2") is breaker
 
 
 def test_as_many_probes_as_there_may_be_are_remembered() -> None:
     breaker = tripped(CLOSED, 100.0)
     for number in range(1000):
-        breaker = breaker.leased(f"t{number}", 102.0 + 6 * number)
+        breaker = breaker.with_probe_lease(f"t{number}", 102.0 + 6 * number)
     assert len(breaker.probes) == 64
 
 
 def test_a_pause_that_an_endpoint_asks_for_is_bounded_and_no_failure() -> None:
-    asked = CLOSED.held_off(5.0, 100.0)
+    asked = CLOSED.after_pause_request(5.0, 100.0)
     assert (asked.not_before_s, asked.generation, asked.trips) == (105.0, 0, 0)
-    assert asked.held_off(1.0, 100.0) is asked, "a shorter one does not end it"
-    assert CLOSED.held_off(math.inf, 100.0).not_before_s == 3700.0
-    assert CLOSED.held_off(-5.0, 100.0).not_before_s <= 100.0
+    assert asked.after_pause_request(1.0, 100.0) is asked, "a shorter one does not end it"
+    assert CLOSED.after_pause_request(math.inf, 100.0).not_before_s == 3700.0
+    assert CLOSED.after_pause_request(-5.0, 100.0).not_before_s <= 100.0
 
 
 def test_the_share_grows_after_it_has_closed() -> None:
-    breaker = tripped(CLOSED, 100.0).leased("t", 102.0).succeeded("t", 102.0)
+    breaker = tripped(CLOSED, 100.0).with_probe_lease("t", 102.0).after_success("t", 102.0)
     assert [breaker.passing_share(102.0 + seconds) for seconds in (0, 5, 10, 20)] == [0.1, 0.5, 1.0, 1.0]
     assert CLOSED.passing_share(0.0) == 1.0
     opened = tripped(CLOSED, 100.0)
@@ -145,14 +145,14 @@ def test_whatever_another_process_sends_it_ends(sent: dict[str, object]) -> None
     assert breaker.leased_until_s(after_s) == after_s
     assert breaker.state(after_s) is not BreakerState.OPEN
     for number in range(64):
-        breaker = breaker.leased(f"u{number}", after_s).succeeded(f"u{number}", after_s)
+        breaker = breaker.with_probe_lease(f"u{number}", after_s).after_success(f"u{number}", after_s)
     assert not breaker.trips
-    msgspec.msgpack.encode(breaker.shifted(-after_s))
+    msgspec.msgpack.encode(breaker.with_clock_shift(-after_s))
 
 
 def test_the_later_generation_holds_and_then_the_one_that_is_open() -> None:
     opened = tripped(CLOSED, 100.0)
-    closed = opened.closed(102.0)
+    closed = opened.after_closing(102.0)
     assert opened.merged(closed, 103.0).generation == 2
     assert closed.merged(opened, 103.0) is closed
     again = tripped(opened, 102.0)
@@ -227,13 +227,13 @@ class Breakers(RuleBasedStateMachine):
         ticket = f"{name}-{self.number}"
         passed = BreakerPass(breaker.generation)
         if breaker.state(self.now) is BreakerState.HALF_OPEN and (
-            process.turns.probe_at_s(breaker, KEY, self.now) <= self.now
+            process.turns.next_probe_at_s(breaker, KEY, self.now) <= self.now
         ):
             passed = BreakerPass(breaker.generation, ticket)
 
             def lease(one: Process, now: float) -> None:
                 if one.breaker.trips and one.breaker.is_current(passed, now):
-                    one.breaker = one.breaker.leased(ticket, now)
+                    one.breaker = one.breaker.with_probe_lease(ticket, now)
 
             self.everywhere(lease, name)
         self.sent[ticket] = Sent(passed, self.now, name)
@@ -253,11 +253,11 @@ class Breakers(RuleBasedStateMachine):
                 return
             match result:
                 case "good":
-                    one.breaker = breaker.succeeded(sent.passed.ticket, now)
+                    one.breaker = breaker.after_success(sent.passed.ticket, now)
                 case "bad":
-                    one.breaker = breaker.failed(sent.passed.ticket, KEY, now, needed=1 + (len(ticket) % 2))
+                    one.breaker = breaker.after_failure(sent.passed.ticket, KEY, now, needed=1 + (len(ticket) % 2))
                 case _:
-                    one.breaker = breaker.released(sent.passed.ticket)
+                    one.breaker = breaker.without_probe_lease(sent.passed.ticket)
 
         self.everywhere(settle, name)
         if sent.passed.generation != before[name].generation:
@@ -271,7 +271,7 @@ class Breakers(RuleBasedStateMachine):
 
         def end(one: Process, now: float) -> None:
             if one.breaker.is_current(sent.passed, sent.sent_at_s):
-                one.breaker = one.breaker.stream_ended(ticket, now)
+                one.breaker = one.breaker.after_probe_stream(ticket, now)
 
         self.everywhere(end, sent.by)
 
@@ -292,10 +292,10 @@ class Breakers(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("pqr"))
     def a_heartbeat(self, name: str) -> None:
-        known = self.processes[name].breaker.shifted(-self.now)
+        known = self.processes[name].breaker.with_clock_shift(-self.now)
 
         def merge(one: Process, now: float) -> None:
-            one.breaker = one.breaker.merged(known.shifted(now), now)
+            one.breaker = one.breaker.merged(known.with_clock_shift(now), now)
 
         self.everywhere(merge, name)
 
@@ -323,10 +323,13 @@ class Breakers(RuleBasedStateMachine):
                 if not breaker.trips:
                     break
                 now += 0.4
-                if breaker.state(now) is BreakerState.HALF_OPEN and process.turns.probe_at_s(breaker, KEY, now) <= now:
-                    breaker = breaker.leased(f"exit-{number}", now).succeeded(f"exit-{number}", now)
+                if (
+                    breaker.state(now) is BreakerState.HALF_OPEN
+                    and process.turns.next_probe_at_s(breaker, KEY, now) <= now
+                ):
+                    breaker = breaker.with_probe_lease(f"exit-{number}", now).after_success(f"exit-{number}", now)
             assert not breaker.trips
-            assert breaker.failed("", KEY, now, needed=1).state(now) is BreakerState.OPEN
+            assert breaker.after_failure("", KEY, now, needed=1).state(now) is BreakerState.OPEN
 
     @invariant()
     def its_memory_is_bounded(self) -> None:
@@ -350,13 +353,13 @@ def test_exactly_one_process_may_begin_a_probe_at_any_instant_and_each_has_its_t
     rng, met = random.Random(0), set()
     for _ in range(2000):
         now = breaker.reopen_at_s + rng.uniform(0, 50)
-        free = [name for name, one in turns.items() if one.probe_at_s(breaker, KEY, now) <= now]
+        free = [name for name, one in turns.items() if one.next_probe_at_s(breaker, KEY, now) <= now]
         assert len(free) <= 1
         met.update(free)
         for one in turns.values():
             # what is promised is kept
-            at_s = one.probe_at_s(breaker, KEY, now)
+            at_s = one.next_probe_at_s(breaker, KEY, now)
             assert at_s <= now + 7.0
-            assert one.probe_at_s(breaker, KEY, at_s) == pytest.approx(at_s)
+            assert one.next_probe_at_s(breaker, KEY, at_s) == pytest.approx(at_s)
     assert met == set(names)
-    assert ProbeTurns().probe_at_s(breaker, KEY, breaker.reopen_at_s + 0.95) == breaker.reopen_at_s + 0.95, "alone"
+    assert ProbeTurns().next_probe_at_s(breaker, KEY, breaker.reopen_at_s + 0.95) == breaker.reopen_at_s + 0.95, "alone"

@@ -104,8 +104,8 @@ def test_coefficients_are_solved_after_every_eight_samples() -> None:
 def test_the_weight_of_a_sample_counts() -> None:
     # relative errors of 1 and 3 seconds: the best constant c minimizes 3 * (c - 1)^2 + (c / 3 - 1)^2
     fit = RelativeLeastSquares(1)
-    fit.assume([1.0], 3.0, weight=1.0)
-    fit.assume([1.0], 1.0, weight=3.0)
+    fit.add_prior([1.0], 3.0, weight=1.0)
+    fit.add_prior([1.0], 1.0, weight=3.0)
     for _ in range(8):
         found = fit.learn([1.0], 1.0, weight=0.0)
     assert found == pytest.approx([(3 + 1 / 3) / (3 + 1 / 9)])

@@ -19,7 +19,7 @@ from extproc.errors import NoEndpoint
 from extproc.feeds import config_directory as directory
 from extproc.feeds.config_directory import DirectoryFeed, fetch_envoy_endpoints
 from extproc.llmd.picker_builder import PickerFactory
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.scheduling.framework import ConfiguredPicker
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import pytest
 from aiohttp import web
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.core.core import Core
 from extproc.engines.metrics import LoraState
 from extproc.feeds import engine_scraper
 from extproc.feeds.engine_http import EngineCredentials
 from extproc.feeds.engine_scraper import EngineScraper, back_off_s
 from extproc.llmd.picker_builder import PickerFactory
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.certificates import Authority
 from tests.waiting import eventually
 
@@ -111,7 +111,7 @@ async def scraped(
 
     def deliver(event: EngineReported) -> None:
         before(event)
-        core.on_metrics(event, clock())
+        core.on_engine_report(event, clock())
 
     scraper = EngineScraper(
         core,
@@ -431,7 +431,7 @@ async def test_adapters_are_read_though_no_route_names_them(monkeypatch: pytest.
             base=frozenset({"llama", "poet"}),
         )
         assert pool.adapters == frozenset()
-        eligible = pool.eligible("poet", None)
+        eligible = pool.rows_that_may_serve("poet", None)
         assert eligible is not None
         assert eligible[0]
         # one that is loaded later is seen, too

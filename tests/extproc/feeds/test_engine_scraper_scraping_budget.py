@@ -27,7 +27,7 @@ from extproc.engines.metrics import EngineReport
 from extproc.feeds import engine_scraper as engines
 from extproc.feeds.engine_http import EngineCredentials
 from extproc.feeds.engine_scraper import EngineScraper
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ async def scrape(snapshot: Snapshot, until: Callable[[Core, Metrics], bool], **m
         access=EngineCredentials({}, clock),
         clock=clock,
         rng=random.Random(0),
-        deliver=lambda event: core.on_metrics(event, clock()),
+        deliver=lambda event: core.on_engine_report(event, clock()),
         **more,
     )
     task = asyncio.create_task(scraper.run())

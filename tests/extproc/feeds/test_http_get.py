@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.feeds.http_get import MOST_BYTES, BadResponse, PersistentConnection, ResponseParser, get_request
+from extproc.feeds.http_get import MOST_BYTES, BadResponse, PersistentConnection, ResponseParser, encode_get_request
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Getter:
             self._connection = PersistentConnection(self._succeeded, self._failed)
             made = self._connection
             await asyncio.get_running_loop().create_connection(lambda: made, "127.0.0.1", self._port)
-        self._connection.send_request(get_request("127.0.0.1", self._port, path))
+        self._connection.send_request(encode_get_request("127.0.0.1", self._port, path))
         done, _ = await asyncio.wait([self._answer], timeout=within_s)
         if not done:
             self._connection.abort("no answer in time")

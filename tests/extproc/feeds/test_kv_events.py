@@ -19,10 +19,10 @@ from bench.engine.kv_cache import CacheJournal
 from bench.engine.kv_event_publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.stack.processes import free_ports
 from extproc.api.config_loader import load_snapshot
-from extproc.api.dns_resolution import with_addresses
+from extproc.api.dns_resolution import with_resolved_addresses
 from extproc.core.core import Core
 from extproc.feeds.kv_events import KvEventFeed, publishers_of
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.prefix.kv_index import KvStream
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.task_supervisor import Supervisor
@@ -69,7 +69,7 @@ class Engine:
     def garble_the_past(self) -> None:
         """Its first message is unreadable."""
         assert self._publisher is not None
-        self._publisher.publish_before_anybody_listens(b"\xc1")
+        self._publisher.store_for_replay_only(b"\xc1")
 
     def replays_odd_frames(self, frames: list[bytes], times: int = 1) -> None:
         """Whoever asks for the past gets these frames, then the end."""
@@ -95,7 +95,7 @@ class Engine:
         """Any events, which are also replayed."""
         assert self._publisher is not None
         number = self._publisher._next
-        self._publisher.publish_before_anybody_listens(payload)
+        self._publisher.store_for_replay_only(payload)
         await self.send_frames([b"kv@e", number.to_bytes(8, "big"), payload])
 
     async def store(self, text: bytes, *, after: int | None = None) -> None:
@@ -118,7 +118,7 @@ def held(pool: Pool, text: bytes) -> float:
     """Tokens that the engine holds of ``text``."""
     kv = pool.caches.kv_index
     assert kv is not None
-    found = kv.match(kv.keys(tokens_of(text), adapter=None, salt=None), 1e9)
+    found = kv.match(kv.block_keys(tokens_of(text), adapter=None, salt=None), 1e9)
     return max((one.weighted for one in found), default=0.0)
 
 
@@ -328,7 +328,7 @@ spec:
         return [(one.events, one.replay) for one in publishers_of(core.pools["default/s"])]
 
     assert known(snapshot) == [("tcp://10.0.0.2:5557", None)]
-    assert known(with_addresses(snapshot, {"events.example": ("10.0.0.5",)})) == [
+    assert known(with_resolved_addresses(snapshot, {"events.example": ("10.0.0.5",)})) == [
         ("tcp://10.0.0.5:5557", "tcp://10.0.0.1:9"),
         ("tcp://10.0.0.2:5557", "tcp://10.0.0.5:5558"),
     ]

@@ -14,12 +14,12 @@ import pytest
 from aiohttp import web
 
 from extproc.api.config_loader import load_snapshot
-from extproc.api.dns_resolution import with_addresses
+from extproc.api.dns_resolution import with_resolved_addresses
 from extproc.core.core import Core
-from extproc.engines.engine_responses import UnreadableResponse, parse_load
+from extproc.engines.engine_responses import UnreadableResponse, parse_gateway_load
 from extproc.feeds.engine_http import EngineCredentials
 from extproc.feeds.engine_scraper import EngineScraper
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.certificates import Authority
 from tests.waiting import eventually
 
@@ -62,7 +62,9 @@ async def read(
         "connection": {"apiKeyFile": "key", **({"tls": {"caFile": "ca.pem"}} if tls else {})},
     }
     server = {"apiVersion": "attache.dev/v1alpha1", "kind": "ModelServer", "metadata": {"name": "west"}, "spec": spec}
-    snapshot = with_addresses(load_snapshot({"a.yaml": json.dumps(server).encode()}), {"localhost": ("127.0.0.1",)})
+    snapshot = with_resolved_addresses(
+        load_snapshot({"a.yaml": json.dumps(server).encode()}), {"localhost": ("127.0.0.1",)}
+    )
     core = Core(snapshot, rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
@@ -72,7 +74,7 @@ async def read(
         access=EngineCredentials({}, clock, folder),
         clock=clock,
         rng=random.Random(0),
-        deliver=lambda event: core.on_metrics(event, clock()),
+        deliver=lambda event: core.on_engine_report(event, clock()),
     )
     task = asyncio.create_task(scraper.run())
     try:
@@ -87,7 +89,7 @@ async def test_it_is_asked_about_its_model_with_the_key_of_its_connection(tmp_pa
     gateway = Gateway()
     async with read(gateway, tmp_path, scheme="http", pathPrefix="/west") as (pool, metrics):
         await eventually(lambda: pool.table.load[0] == 0.25)
-        page = "".join(metrics.registry.pieces())
+        page = "".join(metrics.registry.exposition_chunks())
         path, headers = gateway.asked[0]
         assert path == "/west/v1/models/org/chat%20m"
         assert headers["authorization"] == f"Bearer {KEY}"
@@ -161,9 +163,9 @@ async def test_an_answer_of_another_status_is_no_report(tmp_path: Path, status: 
 )
 def test_whatever_it_answers_is_a_number_from_0_to_1_or_no_load(text: str) -> None:
     with pytest.raises(UnreadableResponse):
-        parse_load(text.encode(errors="surrogateescape"))
+        parse_gateway_load(text.encode(errors="surrogateescape"))
 
 
 def test_more_fields_and_whole_numbers_do_not_matter() -> None:
-    assert parse_load(b'{"id": "m", "saturation": 1, "saturations": {}}') == 1
-    assert parse_load(b'{"saturation": 0}') == 0
+    assert parse_gateway_load(b'{"id": "m", "saturation": 1, "saturations": {}}') == 1
+    assert parse_gateway_load(b'{"saturation": 0}') == 0

@@ -46,7 +46,7 @@ async def test_what_waits_is_bounded_and_what_is_dropped_is_free_again() -> None
         scene.exporter.add(scene.captured(number))
     # most had no capacity left for their bodies
     assert scene.count("dropped") == 100
-    assert not scene.capacity.reserve(1)
+    assert not scene.capacity.try_reserve(1)
     await scene.exporter.close()
     assert scene.count("dropped") + scene.count("failed") == MOST_WAITING + 100
 
@@ -61,7 +61,7 @@ async def test_what_waits_is_written_at_the_end(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [one["id"] for one in lines] == [f"t-{number}" for number in range(20)]
     assert all(one["data"] == {} for one in lines)
-    assert scene.capacity.reserve(1000)
+    assert scene.capacity.try_reserve(1000)
 
 
 async def test_without_a_sink_nothing_is_kept() -> None:
@@ -69,7 +69,7 @@ async def test_without_a_sink_nothing_is_kept() -> None:
     scene.exporter.add(scene.captured())
     await scene.exporter.close()
     assert scene.count("dropped") == 1
-    assert scene.capacity.reserve(1000)
+    assert scene.capacity.try_reserve(1000)
 
 
 async def test_calls_that_failed_leave_nothing_to_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,4 +104,4 @@ async def test_what_a_slow_sink_has_not_taken_at_the_end_is_counted(monkeypatch:
         await scene.exporter.close()
     assert (scene.count("dropped"), scene.count("failed")) == (10, 0)
     # two were never tried
-    assert scene.capacity.reserve(1000 - 2 * len("{}"))
+    assert scene.capacity.try_reserve(1000 - 2 * len("{}"))

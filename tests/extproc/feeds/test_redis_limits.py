@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit, Reservation
-from extproc.admission.limits import Charge, Grant, StoreUnavailable, Usage
+from extproc.admission.limits import Charge, Grant, RequestUsage, StoreUnavailable
 from extproc.feeds.redis_limits import RedisLimits
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.lying_redis import LIES, RESP3_LIES, lying_redis
 from tests.waiting import eventually
 
@@ -85,7 +85,7 @@ async def test_an_odd_answer_to_a_reservation_leaves_it_to_local_limits(answer: 
 @pytest.mark.parametrize("answer", ODD.values(), ids=ODD.keys())
 async def test_an_odd_answer_to_a_settlement_ends_nothing(answer: bytes) -> None:
     async with answered(answer) as (limits, metrics):
-        limits.settle(GRANT, Usage(1.0, 1.0))
+        limits.settle(GRANT, RequestUsage(1.0, 1.0))
         await eventually(lambda: failed(metrics) == 1)
 
 
@@ -118,7 +118,7 @@ async def test_an_answer_without_end_is_not_read_and_its_connection_ends(
         reasons = ("an answer has more than 262144 bytes; see what runs there", "maximum recursion depth")
         assert any(one in caplog.text for one in reasons)
         limits._retry_at_s = 0.0
-        limits.settle(GRANT, Usage(1.0, 1.0))
+        limits.settle(GRANT, RequestUsage(1.0, 1.0))
         running = asyncio.create_task(limits.run())
         await eventually(lambda: redis.connections >= 2)
         # with what buffers of the system hold

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.admission.limits import Charge, Usage
+from extproc.admission.limits import Charge, RequestUsage
 from extproc.admission.local_limits import LocalLimits
 from extproc.errors import RateLimited
 from extproc.feeds.saved_limits import SavedLimits, write_state
@@ -90,7 +90,7 @@ def test_what_is_settled_is_saved_too(tmp_path: Path) -> None:
     first = Process(tmp_path, 1e9)
     grant = first.limits.reserve([ONE], 0.0)
     first.saved.save()
-    first.limits.settle(grant, Usage(0.0, 95.0), 0.0)
+    first.limits.settle(grant, RequestUsage(0.0, 95.0), 0.0)
     first.saved.save()
     assert Process(tmp_path, 1e9).granted() == 0
 

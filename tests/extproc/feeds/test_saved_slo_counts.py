@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from extproc.admission.slo_classes import ObjectiveClass
-from extproc.core.effects import RequestJudged
+from extproc.core.effects import RequestSloJudged
 from extproc.core.slo_verdicts import SloVerdict
 from extproc.feeds.saved_slo_counts import SavedSloCounts
 from extproc.feeds.state_lock import StateLock
@@ -40,7 +40,7 @@ class Process:
 
     def count(self, *met: bool) -> None:
         for one in met:
-            self.series.count(RequestJudged(CHAT, (SloVerdict("e2e", one),)))
+            self.series.count(RequestSloJudged(CHAT, (SloVerdict("e2e", one),)))
 
     def hours(self) -> list[tuple[int, int, int]]:
         (found,) = self.series.report()
@@ -70,16 +70,16 @@ def test_a_successor_goes_on_with_what_its_predecessor_hands_over_and_leaves(tmp
     first, second = (Process(tmp_path, owns=owner.try_acquire) for owner in owners)
     first.count(True)
     second.count(True)
-    second.saved.update()
+    second.saved.adopt_predecessor_counts()
     assert second.hours() == [(1000, 1, 0)]
     first.saved.hand_over()
     owners[0].release()
-    second.saved.update()
+    second.saved.adopt_predecessor_counts()
     assert second.hours() == [(1000, 2, 0)]
     # a request that ends late
     first.count(False)
     first.saved.save()
-    second.saved.update()
+    second.saved.adopt_predecessor_counts()
     assert second.hours() == [(1000, 2, 1)]
     owners[1].release()
     assert Process(tmp_path).hours() == [(1000, 2, 1)]
@@ -124,8 +124,8 @@ def test_what_a_predecessor_counts_is_added_once_however_often_it_saves(tmp_path
     second = Process(tmp_path)
     for met in (True, False, True):
         first.count(met)
-        first.saved.update()
-        second.saved.update()
+        first.saved.adopt_predecessor_counts()
+        second.saved.adopt_predecessor_counts()
     assert second.hours() == [(1000, 2, 1)]
 
 
@@ -140,10 +140,10 @@ def test_a_disk_that_is_full_at_the_handover_costs_no_counts(tmp_path: Path, *, 
         first.saved.hand_over()
         second = Process(tmp_path)
         second.count(True)
-        second.saved.update()
+        second.saved.adopt_predecessor_counts()
     first.count(False)
     first.saved.save()
-    second.saved.update()
+    second.saved.adopt_predecessor_counts()
     assert second.hours() == [(1000, 2, 2)]
     assert Process(tmp_path).hours() == [(1000, 2, 2)]
 
@@ -153,9 +153,9 @@ def test_a_remainder_stays_until_its_counts_are_saved(tmp_path: Path) -> None:
     process = Process(tmp_path)
     with failing(REPLACE, full_disk()):
         for _ in range(3):
-            process.saved.update()
+            process.saved.adopt_predecessor_counts()
     assert len(remainders(tmp_path)) == 1
-    process.saved.update()
+    process.saved.adopt_predecessor_counts()
     assert remainders(tmp_path) == []
     assert process.hours() == Process(tmp_path).hours() == [(1000, 1, 1)]
 
@@ -166,10 +166,10 @@ def test_a_process_that_is_killed_while_it_adds_a_remainder_neither_loses_nor_do
 ) -> None:
     leave(tmp_path, True, False)
     with failing(dies_in, Killed()), pytest.raises(Killed):
-        Process(tmp_path).saved.update()
+        Process(tmp_path).saved.adopt_predecessor_counts()
     for _ in range(2):
         process = Process(tmp_path)
-        process.saved.update()
+        process.saved.adopt_predecessor_counts()
         assert process.hours() == [(1000, 1, 1)]
     assert remainders(tmp_path) == []
 
@@ -184,13 +184,13 @@ def test_a_remainder_that_cannot_be_read_stays_and_is_added_once_it_can(
     process = Process(tmp_path)
     process.count(True)
     for _ in range(3):
-        process.saved.update()
+        process.saved.adopt_predecessor_counts()
     assert caplog.text.count("cannot be read") == 1
     assert Process(tmp_path).hours() == [(1000, 1, 0)]
     file.write_bytes(content)
     with failing(READ, OSError(errno.EIO, "Input/output error")):
-        process.saved.update()
-    process.saved.update()
+        process.saved.adopt_predecessor_counts()
+    process.saved.adopt_predecessor_counts()
     assert process.hours() == Process(tmp_path).hours() == [(1000, 2, 1)]
     assert remainders(tmp_path) == []
 
@@ -202,8 +202,8 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_not_replaced(tmp_path: Path)
     with failing(READ, OSError(errno.EMFILE, "Too many open files")):
         second = Process(tmp_path)
         second.count(False)
-        second.saved.update()
-    second.saved.update()
+        second.saved.adopt_predecessor_counts()
+    second.saved.adopt_predecessor_counts()
     assert second.hours() == Process(tmp_path).hours() == [(1000, 1, 1)]
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.admission.buckets import Limit
-from extproc.admission.limits import BudgetPart, Charge
+from extproc.admission.limits import Charge, ChargedBudget
 from extproc.admission.local_limits import LocalLimits
 from extproc.core.limit_accounting import LimitAccounting
 from extproc.errors import BudgetSpent
 from extproc.feeds import shared_grants
-from extproc.feeds.shared_grants import SharedGrants
+from extproc.feeds.shared_grants import MmapGrantLedger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MOST = 20.0
 ENDS_AT_S = 4e9
-PART = BudgetPart("default/chat/b", "b", "b", "tenant", "month", "requests")
+PART = ChargedBudget("default/chat/b", "b", "b", "tenant", "month", "requests")
 
 
 def charge(amount: float = 1.0, key: str = "k") -> Charge:
@@ -50,21 +50,21 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def workers(tmp_path: Path, clock: Clock) -> list[SharedGrants]:
-    return [SharedGrants(tmp_path, name, clock) for name in "xyz"]
+def workers(tmp_path: Path, clock: Clock) -> list[MmapGrantLedger]:
+    return [MmapGrantLedger(tmp_path, name, clock) for name in "xyz"]
 
 
-def grants(worker: SharedGrants, *charges: Charge) -> int:
+def grants(worker: MmapGrantLedger, *charges: Charge) -> int:
     with worker:
         return worker.record_grants(charges)
 
 
-def unheard(worker: SharedGrants, key: str = "k") -> float:
+def unheard(worker: MmapGrantLedger, key: str = "k") -> float:
     with worker:
         return worker.unseen_amount(key)
 
 
-def test_others_see_a_grant_until_they_are_told_of_it(workers: list[SharedGrants]) -> None:
+def test_others_see_a_grant_until_they_are_told_of_it(workers: list[MmapGrantLedger]) -> None:
     one, other, third = workers
     first = grants(one, charge(3.0), charge(1.0, "l"))
     second = grants(one, charge(2.0))
@@ -79,7 +79,7 @@ def test_others_see_a_grant_until_they_are_told_of_it(workers: list[SharedGrants
     assert not other._granted
 
 
-def test_what_is_never_told_is_forgotten(workers: list[SharedGrants], clock: Clock) -> None:
+def test_what_is_never_told_is_forgotten(workers: list[MmapGrantLedger], clock: Clock) -> None:
     one, other, third = workers
     grants(one, charge(3.0))
     assert unheard(other) == 3.0
@@ -88,7 +88,7 @@ def test_what_is_never_told_is_forgotten(workers: list[SharedGrants], clock: Clo
 
 
 def test_a_worker_that_reads_seldom_sees_the_last_of_many(
-    workers: list[SharedGrants], monkeypatch: pytest.MonkeyPatch
+    workers: list[MmapGrantLedger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_grants, "_MOST_RECORDS", 8)
     for _ in range(100):
@@ -97,12 +97,12 @@ def test_a_worker_that_reads_seldom_sees_the_last_of_many(
 
 
 @pytest.mark.parametrize("amount", [float("nan"), float("inf"), -1e300])
-def test_an_amount_that_is_none_counts_nothing(workers: list[SharedGrants], amount: float) -> None:
+def test_an_amount_that_is_none_counts_nothing(workers: list[MmapGrantLedger], amount: float) -> None:
     grants(workers[0], charge(amount))
     assert unheard(workers[1]) == 0.0
 
 
-def test_a_grant_that_a_killed_worker_has_half_written_is_not_read(workers: list[SharedGrants]) -> None:
+def test_a_grant_that_a_killed_worker_has_half_written_is_not_read(workers: list[MmapGrantLedger]) -> None:
     one, other, _ = workers
     grants(one, charge(3.0))
     one._memory[: shared_grants._COUNT.size] = shared_grants._COUNT.pack(0)
@@ -110,7 +110,7 @@ def test_a_grant_that_a_killed_worker_has_half_written_is_not_read(workers: list
 
 
 def test_a_worker_that_hangs_in_its_turn_does_not_stop_the_others(
-    workers: list[SharedGrants], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    workers: list[MmapGrantLedger], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other, _ = workers
     started_s = time.monotonic()  # noqa: TID251 - an edge: the wait is real
@@ -128,7 +128,7 @@ def test_a_worker_that_hangs_in_its_turn_does_not_stop_the_others(
     assert unheard(other) == 4.0
 
 
-def test_a_refusal_ends_the_turn(workers: list[SharedGrants]) -> None:
+def test_a_refusal_ends_the_turn(workers: list[MmapGrantLedger]) -> None:
     one, other, _ = workers
     accounts = LimitAccounting(LocalLimits(), machine="here", recent=one)
     accounts.reserve([charge(MOST)], 0.0, [])
@@ -137,7 +137,7 @@ def test_a_refusal_ends_the_turn(workers: list[SharedGrants]) -> None:
     assert unheard(other) == MOST
 
 
-def ends(worker: SharedGrants) -> None:
+def ends(worker: MmapGrantLedger) -> None:
     """As the kernel does it for a process."""
     worker._memory.close()
     os.close(worker._file)
@@ -157,12 +157,12 @@ def held_by_another(directory: Path) -> Iterator[None]:
 def test_a_worker_that_is_alone_asks_for_no_lock_and_whoever_comes_sees_what_it_granted(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = SharedGrants(tmp_path, "x", clock)
+    one = MmapGrantLedger(tmp_path, "x", clock)
     grants(one, charge(1.0))
     with held_by_another(tmp_path):
         grants(one, charge(2.0))
     assert not caplog.records
-    other = SharedGrants(tmp_path, "y", clock)
+    other = MmapGrantLedger(tmp_path, "y", clock)
     assert unheard(other) == 3.0
     # neither is alone
     grants(other, charge(4.0))
@@ -171,16 +171,16 @@ def test_a_worker_that_is_alone_asks_for_no_lock_and_whoever_comes_sees_what_it_
 
 
 def test_a_worker_that_comes_in_the_turn_of_one_that_is_alone_sees_its_grant(tmp_path: Path, clock: Clock) -> None:
-    one = SharedGrants(tmp_path, "x", clock)
+    one = MmapGrantLedger(tmp_path, "x", clock)
     grants(one)
     with one:
-        other = SharedGrants(tmp_path, "y", clock)
+        other = MmapGrantLedger(tmp_path, "y", clock)
         one.record_grants([charge(3.0)])
     assert unheard(other) == 3.0
 
 
 def test_a_worker_is_alone_again_once_what_the_others_have_granted_counts_no_more(
-    workers: list[SharedGrants], tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+    workers: list[MmapGrantLedger], tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other, third = workers
     grants(other, charge(3.0))
@@ -202,10 +202,10 @@ def test_where_nobody_can_know_that_it_is_alone_all_take_turns(
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(fcntl, "fcntl", refused)
-    one = SharedGrants(tmp_path, "x", clock)
+    one = MmapGrantLedger(tmp_path, "x", clock)
     with one:
         assert one._is_locked
-    other = SharedGrants(tmp_path, "y", clock)
+    other = MmapGrantLedger(tmp_path, "y", clock)
     grants(one, charge(3.0))
     assert unheard(other) == 3.0
 
@@ -218,7 +218,7 @@ def test_a_worker_that_cannot_show_that_it_is_there_shares_by_messages_alone(
 
     monkeypatch.setattr(fcntl, "fcntl", refused)
     with pytest.raises(OSError, match="No locks"):
-        SharedGrants(tmp_path, "x", clock)
+        MmapGrantLedger(tmp_path, "x", clock)
 
 
 WORKER = """
@@ -227,10 +227,10 @@ WORKER = """
     from extproc.admission.local_limits import LocalLimits
     from extproc.core.limit_accounting import LimitAccounting
     from extproc.errors import BudgetSpent
-    from extproc.feeds.shared_grants import SharedGrants
+    from extproc.feeds.shared_grants import MmapGrantLedger
     from tests.extproc.feeds.test_shared_grants import charge
 
-    recent = SharedGrants(Path(sys.argv[1]), sys.argv[2], time.monotonic)
+    recent = MmapGrantLedger(Path(sys.argv[1]), sys.argv[2], time.monotonic)
     accounts = LimitAccounting(LocalLimits(), machine="here", recent=recent)
     print("ready", flush=True)
     granted = 0
@@ -311,7 +311,7 @@ HOLDER = """
 
 
 async def test_the_lock_of_a_killed_worker_is_free(tmp_path: Path, clock: Clock) -> None:
-    one, pipe = SharedGrants(tmp_path, "x", clock), asyncio.subprocess.PIPE
+    one, pipe = MmapGrantLedger(tmp_path, "x", clock), asyncio.subprocess.PIPE
     command = (sys.executable, "-c", textwrap.dedent(HOLDER), str(tmp_path / "grants"))
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdout is not None

@@ -17,7 +17,7 @@ from extproc.core.core import Core
 from extproc.core.request_record import RequestHead
 from extproc.feeds.engine_http import EngineCredentials
 from extproc.feeds.tokenizers import EngineTokenizer, Tokenizers
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.extproc.breakers import trip
 
 if TYPE_CHECKING:

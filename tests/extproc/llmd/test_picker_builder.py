@@ -11,8 +11,8 @@ from typing import Final
 import msgspec
 import pytest
 
-from extproc.api.errors import ConfigInvalid
-from extproc.llmd import checks
+from extproc.api.config_errors import ConfigInvalid
+from extproc.llmd import picker_config_checks
 from extproc.llmd.picker_builder import picker_from_text
 from extproc.llmd.plugin_types import BUILT_IN, NOT_BUILT, installed_plugins
 from extproc.scheduling.framework import NamedScorer, NeedsPlugins, Profile
@@ -311,6 +311,6 @@ def test_a_circle_of_a_thousand_is_told_in_a_few_lines() -> None:
 
 
 def test_long_chains_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_circle", lambda *_: pytest.fail("a chain with an end is no circle"))
+    monkeypatch.setattr(picker_config_checks, "_circle", lambda *_: pytest.fail("a chain with an end is no circle"))
     chain = {f"t{n}": f"t{n + 1}" for n in range(2000)} | {"t1999": "end"}
     picker_from_text("epp.json", text_of(chain), BUILT_IN)

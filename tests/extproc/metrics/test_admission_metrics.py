@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import random
 
-from extproc.core.states import WAITING, State
+from extproc.core.request_states import WAITING, RequestState
 from extproc.metrics.admission_metrics import _BY_STATE
 from extproc.metrics.decision_log import DecisionLog
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.extproc.core.zero import ACTIVATION, GATE, SMALL, Zero, engine
 
 
@@ -35,14 +35,14 @@ def test_who_waits_how_long_and_what_a_start_took() -> None:
 
 def test_every_wait_has_a_gauge() -> None:
     # adapters and queues have their own
-    assert {*_BY_STATE, State.LOADING, State.QUEUED} == WAITING
+    assert {*_BY_STATE, RequestState.LOADING, RequestState.QUEUED} == WAITING
 
 
 def test_those_that_wait_for_their_turn_wait_for_no_engine() -> None:
     zero = Zero(small=[engine(1)], more=f"{ACTIVATION}\n{GATE}")
     metrics = Metrics(list, lambda: 0.0, lambda: 0.0, waiting_in=zero.core.meter.waiting_in)
     zero.ask(5)
-    assert zero.core.count_requests(State.QUEUED) == 3
+    assert zero.core.count_requests(RequestState.QUEUED) == 3
     assert metrics.registry.get_sample_value("attache_activation_waiting", {"server": SMALL}) is None
     zero.have(SMALL)
     assert metrics.registry.get_sample_value("attache_activation_waiting", {"server": SMALL}) == 3

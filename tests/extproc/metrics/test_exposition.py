@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from bench.sizes.configuration import GatewayPorts, Sizes, address_of, configuration
+from bench.sizes.configuration import GatewayPorts, ObjectCounts, address_of, configuration
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
 from extproc.metrics.exposition import (
@@ -30,7 +30,7 @@ from extproc.metrics.exposition import (
     MetricFamily,
     Registry,
 )
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.extproc import scenes
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def test_gauges_and_counters_are_written_as_the_library_writes_them(
         (MetricFamily("a", text, labels), gauge),
         (MetricFamily("b", text, labels, "counter"), counter),
     ):
-        written = "".join(family.pieces(family.line((one, two), value) for one, two, value in samples))
+        written = "".join(family.exposition_chunks(family.line((one, two), value) for one, two, value in samples))
         assert written == theirs(expected)
 
 
@@ -80,7 +80,7 @@ def test_histograms_are_written_as_the_library_writes_them(values: list[float]) 
     counts = [("+Inf" if bound == math.inf else str(bound), sum(one <= bound for one in values)) for bound in bounds]
     family = HistogramMetricFamily("h", "Seconds.", labels=["server"])
     family.add_metric(['a"b\n'], counts, float(np.array(values).sum()))
-    assert "".join(registry.pieces()) == theirs(family)
+    assert "".join(registry.exposition_chunks()) == theirs(family)
 
 
 def test_the_librarys_own_collectors_are_on_the_page_too() -> None:
@@ -88,21 +88,21 @@ def test_the_librarys_own_collectors_are_on_the_page_too() -> None:
     for one in (registry, reference):
         Gauge("g", "A gauge.", registry=one).set(2)
     Counters("c", "A counter.", [], registry).add()
-    page = "".join(registry.pieces())
+    page = "".join(registry.exposition_chunks())
     assert page.startswith(generate_latest(reference).decode())
     assert page.endswith("c_total 1.0\n")
 
 
 def test_thousands_of_endpoints_are_many_pieces_and_no_piece_is_long() -> None:
     """So that the event loop turns between them; and a reader who stops has the rest never written."""
-    sizes = Sizes(models=20, routes=20, hosts=1, adapters=1, endpoints=4_000)
+    sizes = ObjectCounts(models=20, routes=20, hosts=1, adapters=1, endpoints=4_000)
     files = configuration(sizes, GatewayPorts("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", 80), "Open")
     core = Core(load_snapshot(files), rng=random.Random(0), ticket_prefix="t")
     metrics = Metrics(core.pools.values, lambda: 0.0, lambda: 9.0)
     for pool in core.pools.values():
         for row in pool.table.active_rows:
             apply_report(pool.table, row, EngineReport(waiting=1, running=2_000_000, kv_usage=0.25), 5.0)
-    pieces = list(metrics.registry.pieces())
+    pieces = list(metrics.registry.exposition_chunks())
     assert max(piece.count("\n") for piece in pieces) <= 1_000
     # 4,000 endpoints are looked at in four turns, samples or none: nobody is avoided
     at = next(at for at, piece in enumerate(pieces) if "# TYPE attache_endpoint_avoided gauge" in piece)
@@ -153,7 +153,7 @@ def test_series_of_model_servers_end_when_they_leave_the_configuration() -> None
         server = f"default/{name}"
         metrics._picks.add(server)
         metrics.observe_scrape(server)
-        metrics._waits[State.AWAITING_ENGINE].observe(1.0, server)
+        metrics._waits[RequestState.AWAITING_ENGINE].observe(1.0, server)
         metrics._prefills._in_flight[server] += 0
     metrics.on_config_applied()
     assert counted("stays") == counted("leaves") == [1, 1, 1, 0]
@@ -161,7 +161,7 @@ def test_series_of_model_servers_end_when_they_leave_the_configuration() -> None
     metrics.on_config_applied()
     assert counted("stays") == [1, 1, 1, 0]
     assert counted("leaves") == [None] * 4
-    assert "default/leaves" not in "".join(metrics.registry.pieces())
+    assert "default/leaves" not in "".join(metrics.registry.exposition_chunks())
 
 
 @pytest.mark.parametrize("amount", [-1.0, math.nan, math.inf])

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from extproc.metrics.admission_metrics import OTHERS, AdmissionMetrics
 from extproc.metrics.exposition import Counters
 from extproc.metrics.label_cardinality import BusiestNames
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 
 MINUTE_S = 60.0
 
@@ -27,11 +27,11 @@ class Names:
         self.lost.clear()
         for name, count in counts.items():
             for _ in range(count):
-                assert self.all.count(name, now) == self.all.shown(name)
+                assert self.all.count(name, now) == self.all.shown_name(name)
         return set(self.lost)
 
     def __contains__(self, name: str) -> bool:
-        return self.all.shown(name) == name
+        return self.all.shown_name(name) == name
 
 
 def test_a_name_that_has_become_large_takes_the_place_of_the_smallest() -> None:
@@ -120,7 +120,7 @@ def test_a_page_that_is_being_written_has_the_sums_of_one_moment() -> None:
     counters = Counters("c", "", ["tenant"], CollectorRegistry())
     for number in range(3):
         counters.add_amount(10, f"t{number}")
-    pieces = counters.pieces()
+    pieces = counters.exposition_chunks()
     next(pieces)
     counters.forget("tenant", {"t0", "t1", "t2"})
     text = "".join(pieces)

@@ -23,7 +23,7 @@ from extproc.errors import (
     Refusal,
     Shed,
 )
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from tests.extproc.core.test_flow_control import FLOW_CONTROL, ONE, one_engine, outcome, scene_of
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 
@@ -66,7 +66,7 @@ class Page:
 
     def labels(self, series: str) -> list[str]:
         """Of each of its samples, in order."""
-        lines = "".join(self.metrics.registry.pieces()).splitlines()
+        lines = "".join(self.metrics.registry.exposition_chunks()).splitlines()
         return [
             line.rpartition(" ")[0].removeprefix(series)
             for line in lines
@@ -76,7 +76,7 @@ class Page:
     def families(self) -> dict[str, dict[str, object]]:
         """Those under llm-d's names, as in the record: kind, labels, and bounds of buckets."""
         found: dict[str, dict[str, object]] = {}
-        for family in text_string_to_metric_families("".join(self.metrics.registry.pieces())):
+        for family in text_string_to_metric_families("".join(self.metrics.registry.exposition_chunks())):
             if not family.name.startswith(("llm_d_", "inference_")):
                 continue
             samples = [one for one in family.samples if not one.name.endswith("_created")]
@@ -281,7 +281,7 @@ def test_without_flow_control_nothing_of_it_has_a_series() -> None:
     scene = scene_of(one_engine(flow_control=""))
     page = Page(scene)
     answered(scene, page)
-    lines = "".join(page.metrics.registry.pieces()).splitlines()
+    lines = "".join(page.metrics.registry.exposition_chunks()).splitlines()
     assert not [line for line in lines if "flow_control" in line and not line.startswith("#")]
 
 
@@ -320,7 +320,7 @@ def test_pools_of_one_name_have_series_of_their_own() -> None:
     page = Page(scene)
     first, left = scene.sent(), scene.held()
     page.count([first, *scene.core.on_disconnect(left, 0.5)])
-    families = text_string_to_metric_families("".join(page.metrics.registry.pieces()))
+    families = text_string_to_metric_families("".join(page.metrics.registry.exposition_chunks()))
     series = Counter((one.name, *sorted(one.labels.items())) for family in families for one in family.samples)
     assert [one for one, times in series.items() if times > 1] == []
     # with its namespace where it has to be, and else as llm-d writes it, whose picker serves one pool
@@ -335,4 +335,4 @@ def test_pools_of_one_name_have_series_of_their_own() -> None:
 
 def test_without_the_option_there_is_no_such_name() -> None:
     registry = Metrics(list, lambda: 0.0, lambda: 0.0).registry
-    assert not [piece for piece in registry.pieces() if "llm_d_" in piece or "inference_" in piece]
+    assert not [piece for piece in registry.exposition_chunks() if "llm_d_" in piece or "inference_" in piece]

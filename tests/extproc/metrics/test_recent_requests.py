@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from extproc.core.request_record import RequestHead
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.errors import UnknownModel
 from extproc.metrics.recent_requests import OPEN_S, RecentRequests
 from tools.console_pictures import Gateway, snapshot_of
@@ -81,7 +81,7 @@ def test_a_client_that_leaves_the_queue_is_seen_to_have_left() -> None:
     held.on_stream_closed()
     left = one.metrics.recent.newest(one.now, most=1)[0]
     assert (left.phase, left.waits_s, left.duration_s) == ("left", {"queue": 2}, 2)
-    assert one.core.count_requests(State.QUEUED) == 0
+    assert one.core.count_requests(RequestState.QUEUED) == 0
 
 
 def test_few_requests_are_explained_and_fewer_where_there_are_many_engines() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from extproc.admission.slo_classes import ObjectiveClass
-from extproc.core.effects import Decision, RequestJudged, RequestSettled
+from extproc.core.effects import Decision, OutcomeJoined, RequestSloJudged
 from extproc.core.request_record import Outcome, RequestHead
 from extproc.core.slo_verdicts import AnswerLatencies, SloVerdict
 from extproc.metrics import slo_metrics as module
@@ -45,7 +45,7 @@ class Counted:
 
     def count(self, *met: bool | None, of: ObjectiveClass = CHAT, objective: ObjectiveName = "ttft") -> None:
         for one in met:
-            self.series.count(RequestJudged(of, (SloVerdict(objective, one),)))
+            self.series.count(RequestSloJudged(of, (SloVerdict(objective, one),)))
 
     def hours(self) -> list[tuple[int, int, int]]:
         """Since the start."""
@@ -185,7 +185,7 @@ def test_answers_are_measured_by_model_server_and_class() -> None:
     assert isinstance(own, Decision)
     outcome = Outcome(own.ticket, 200, "10.0.0.1:8000", 4.0, None, None, None, None)
     times, taken = AnswerTimes(registry, dict, lambda: 0.0), AnswerLatencies(0.3, 0.02, 4.0)
-    settled = RequestSettled("default/llama", own.assignment, outcome, model="m", waited_s=0.5, times=taken)
+    settled = OutcomeJoined("default/llama", own.assignment, outcome, model="m", waited_s=0.5, times=taken)
     for number in range(MOST_ANSWER_SERIES + 50):
         times.observe(msgspec.structs.replace(settled, model=f"m{number}"))
     times.observe(msgspec.structs.replace(settled, times=None))
@@ -198,7 +198,8 @@ def test_answers_are_measured_by_model_server_and_class() -> None:
     # no new name, but one of those that are known
     assert registry.get_sample_value("attache_request_ttft_seconds_count", others) == 51
     assert sum(
-        line.startswith("attache_request_ttft_seconds_count") for line in "".join(registry.pieces()).split("\n")
+        line.startswith("attache_request_ttft_seconds_count")
+        for line in "".join(registry.exposition_chunks()).split("\n")
     ) == (MOST_ANSWER_SERIES + 1)
     # places of a ModelServer that has left are free
     registry.retain_only("server", {"default/other", "(others)"})
@@ -214,7 +215,7 @@ def test_the_tenants_with_the_most_answers_have_histograms_of_their_own() -> Non
     assert isinstance(own, Decision)
     outcome = Outcome(own.ticket, 200, "10.0.0.1:8000", 4.0, None, None, None, None)
     times = AnswerTimes(registry, dict, lambda: now[0])
-    settled = RequestSettled("default/llama", own.assignment, outcome, model="m", times=AnswerLatencies(0.3, 0.02, 4.0))
+    settled = OutcomeJoined("default/llama", own.assignment, outcome, model="m", times=AnswerLatencies(0.3, 0.02, 4.0))
 
     def answer(tenant: str, times_: int = 1) -> None:
         for _ in range(times_):

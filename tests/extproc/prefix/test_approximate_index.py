@@ -98,7 +98,7 @@ def test_a_reported_miss_drops_everything_used_no_later() -> None:
     index.record(0, chain_of(1), 1.0)
     index.record(0, chain_of(2), 2.0)
     index.record(0, chain_of(3), 3.0)
-    index.correct(0, missed_at_s=2.0)
+    index.on_missed_prediction(0, missed_at_s=2.0)
 
     assert [matched(index, 0, chain_of(part)) for part in (1, 2, 3)] == [0, 0, 8]
 
@@ -108,12 +108,12 @@ def test_a_miss_lowers_the_bound_and_confirmed_hits_raise_it_again() -> None:
     long = chain_of(*range(1, 129))
     index.record(0, long, 1.0)
     index.record(0, long[: len(long) // 2], 2.0)
-    index.correct(0, missed_at_s=1.0)
+    index.on_missed_prediction(0, missed_at_s=1.0)
     index.record(0, long, 3.0)
     lowered = matched(index, 0, long)
     for _ in range(100):
         index.record(0, long, 4.0)
-        index.confirm(0)
+        index.on_confirmed_prediction(0)
 
     assert lowered < len(long)
     assert matched(index, 0, long) == len(long)
@@ -126,7 +126,7 @@ def test_the_end_of_a_request_frees_nothing_that_was_pinned_after_the_cache_was_
     index.pin(0, chain_of(1, 3), 1.0)
     index.unpin(0, before, 2.0)
 
-    assert index.evictable(0) == []
+    assert index.evictable_blocks(0) == []
     assert index.blocks_held(0) == len(chain_of(1, 3))
 
 
@@ -136,9 +136,9 @@ def test_blocks_with_the_same_hash_in_different_prompts_do_no_harm() -> None:
     pins = [index.pin(0, chain, 0.0) for chain in ([1 << 5, common, 2 << 5], [3 << 5, common, common], [common])]
     for pin in pins:
         index.unpin(0, pin, 1.0)
-    index.correct(0, missed_at_s=1.0)
+    index.on_missed_prediction(0, missed_at_s=1.0)
 
-    assert (index.blocks, index.blocks_held(0), index.bytes_held(0)) == (0, 0, 0)
+    assert (index.distinct_block_count, index.blocks_held(0), index.bytes_held(0)) == (0, 0, 0)
 
 
 def test_what_was_not_sent_is_not_held_but_for_what_others_use_too() -> None:
@@ -151,7 +151,7 @@ def test_what_was_not_sent_is_not_held_but_for_what_others_use_too() -> None:
 
     assert matched(index, 0, chain_of(1, 2, 3)) == len(chain_of(1, 2))
     assert matched(index, 0, chain_of(1, 2, 4)) == len(chain_of(1, 2, 4)) == index.blocks_held(0)
-    assert len(index.evictable(0)) == index.blocks == index.blocks_held(0)
+    assert len(index.evictable_blocks(0)) == index.distinct_block_count == index.blocks_held(0)
     assert index.bytes_held(0) == sum(map(_bytes, chain_of(1, 2, 4)))
 
 
@@ -174,7 +174,7 @@ def test_of_many_short_prompts_no_more_is_remembered_than_an_endpoint_may_have()
     for number in range(100):
         index.record(0, chain_of(number % 10, number // 10), float(number))
 
-    assert index.blocks_held(0) == index.blocks <= 40
+    assert index.blocks_held(0) == index.distinct_block_count <= 40
     assert matched(index, 0, chain_of(9, 9)) == 16, "the last one"
 
 
@@ -197,7 +197,7 @@ def test_a_turn_is_of_the_endpoint_that_holds_its_prompt() -> None:
     for row in (0, 0, 1):
         index.record_turn(row, chain_of(1), turn_of(row))
     assert index.turns.by_block == {chain_of(1)[-1]: {0: turn_of(0)}}
-    index.correct(0, missed_at_s=0.0)
+    index.on_missed_prediction(0, missed_at_s=0.0)
     assert index.turns.by_block == {}
 
 
@@ -213,7 +213,7 @@ def test_of_an_endpoint_that_leaves_nothing_stays_though_blocks_have_the_same_ha
     for chain in ([common, 8 << 5], [1 << 5, common], [1 << 5, 9 << 5]):
         index.record(0, chain, 0.0)
     index.forget(0)
-    assert index.blocks == 0
+    assert index.distinct_block_count == 0
 
 
 class AgainstAPlainModel(RuleBasedStateMachine):
@@ -316,7 +316,7 @@ class AgainstAPlainModel(RuleBasedStateMachine):
         for row, kept in self.lru.items():
             in_use = self._in_use(row)
             free = [block for block in kept if block not in in_use]
-            assert self.index.evictable(row) == free
+            assert self.index.evictable_blocks(row) == free
             assert self.index.blocks_held(row) == len(kept)
             assert self.index.bytes_held(row) == sum(map(_bytes, kept))
             if free:
@@ -324,7 +324,7 @@ class AgainstAPlainModel(RuleBasedStateMachine):
             for chain in self.recorded.get(row, []):
                 used = [self.index.last_use(row, chain, at) is not None for at in range(len(chain))]
                 assert used == [block in kept for block in chain]
-        assert self.index.blocks == len({block for kept in self.lru.values() for block in kept})
+        assert self.index.distinct_block_count == len({block for kept in self.lru.values() for block in kept})
 
 
 TestAgainstAPlainModel = AgainstAPlainModel.TestCase

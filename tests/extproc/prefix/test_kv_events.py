@@ -148,7 +148,7 @@ def test_sequence_numbers_tell_gaps_and_restarts() -> None:
     assert receive(stream, 5) == 3, "ask for what is missing"
     finish(stream.apply_replay(3, [(number, message(number)) for number in (3, 4, 5)]))
     assert (receive(stream, 6), stream.is_whole) == (None, True)
-    assert stream.is_old(6)
+    assert stream.was_applied(6)
     # backwards: a restart
     assert (receive(stream, 0), stream.is_whole) == (None, True)
     assert receive(stream, 1) is None
@@ -215,7 +215,7 @@ def applied(payload: bytes) -> None:
             index.apply(EventSource(0), [event])
     except UnreadableEvents:
         event = None
-    index.match(index.keys(list(range(100)), adapter=None, salt=None), 0.0)
+    index.match(index.block_keys(list(range(100)), adapter=None, salt=None), 0.0)
 
 
 @settings(max_examples=examples(500))

@@ -30,7 +30,7 @@ def held(
 ) -> dict[int, float]:
     """Weighted tokens by row."""
     found: dict[int, float] = {}
-    for one in index.match(index.keys(tokens, adapter=adapter, salt=salt), now):
+    for one in index.match(index.block_keys(tokens, adapter=adapter, salt=salt), now):
         for row in range(16):
             if one.holders >> row & 1:
                 found[row] = max(found.get(row, 0.0), one.weighted)
@@ -81,7 +81,7 @@ def test_a_cleared_cache_is_empty_and_the_others_stay() -> None:
     assert held(index, [1, 2, 3, 4]) == {1: 4.0}
     index.forget(1)
     assert held(index, [1, 2, 3, 4]) == {}
-    assert index.keys([1, 2, 3, 4], adapter=None, salt=None) == {}, "no block size is in use any more"
+    assert index.block_keys([1, 2, 3, 4], adapter=None, salt=None) == {}, "no block size is in use any more"
 
 
 def test_adapters_and_salts_share_nothing() -> None:
@@ -119,7 +119,7 @@ def test_a_prompt_just_sent_counts_for_a_while() -> None:
     index = KvIndex()
     index.apply(EventSource(0), [stored([9, 9, 9, 9], [9])])
     tokens = list(range(8))
-    index.assume_held(2, index.keys(tokens, adapter=None, salt=None), 10.0)
+    index.assume_held(2, index.block_keys(tokens, adapter=None, salt=None), 10.0)
     assert held(index, tokens, now=10.0 + SPECULATION_S - 0.1) == {2: 8.0}
     assert held(index, tokens, now=10.0 + SPECULATION_S) == {}
 
@@ -252,7 +252,7 @@ def test_it_agrees_with_a_plain_model_of_ranks_and_media(actions: list[tuple[obj
     for source in SOURCES:
         index.clear(source)
     assert not index.sweep()
-    assert index.keys([1] * SIZE, adapter=None, salt=None) == {}
+    assert index.block_keys([1] * SIZE, adapter=None, salt=None) == {}
 
 
 def calls(act: Callable[[], object]) -> int:
@@ -343,7 +343,7 @@ def test_what_a_prompt_costs_grows_neither_with_the_caches_nor_with_those_that_c
         index = KvIndex()
         for row in range(engines):
             index.apply(EventSource(row), [stored(tokens[: (row % 64 + 1) * SIZE], range(row % 64 + 1))])
-        chains = index.keys(tokens, adapter=None, salt=None)
+        chains = index.block_keys(tokens, adapter=None, salt=None)
         first = lines(partial(index.match, chains, 0.0))
         index.apply(EventSource(engines), [stored([1] * SIZE, [1]), AllBlocksCleared()])
         return first, lines(partial(index.match, chains, 0.0))
@@ -407,7 +407,7 @@ def test_media_and_block_sizes_of_a_hostile_engine_are_bounded() -> None:
     for size in range(1, 2_000):
         index.apply(EventSource(2), [BlocksStored((size,), None, tuple(tokens[:size]), size)])
     assert index.blocks_held(0) == 4
-    assert len(index.keys(tokens, adapter=None, salt=None)) <= 4
+    assert len(index.block_keys(tokens, adapter=None, salt=None)) <= 4
     assert held(index, tokens)[1] == 8.0, "honest engines are followed"
     assert [index.is_complete(EventSource(row)) for row in range(3)] == [False, True, False]
 

@@ -10,9 +10,9 @@ import pytest
 
 from extproc.admission.buckets import Limit
 from extproc.core.peer_events import EventBatch, LimitSpent, PeerEvent, ProcessAlive, encode_events
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.replication.buses import LocalBus, RedisBus, RedisUnusable, redis_client
-from extproc.replication.peers import Peers
+from extproc.replication.peers import PeerEventExchange
 from tests.lying_redis import LIES, lying_redis
 from tests.waiting import eventually
 
@@ -55,7 +55,7 @@ def test_what_comes_over_two_buses_is_repeated_once() -> None:
 
     async def talk() -> None:
         wires: list[list[MemoryBus]] = [[], []]
-        one, other = (Peers([MemoryBus(wire) for wire in wires], metrics(), origin=name) for name in "ab")
+        one, other = (PeerEventExchange([MemoryBus(wire) for wire in wires], metrics(), origin=name) for name in "ab")
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(one.run(on_batch=lambda _: None, heartbeat=lambda: None)),
@@ -75,7 +75,7 @@ def test_what_comes_over_two_buses_is_repeated_once() -> None:
 
 def test_a_batch_that_cannot_be_repeated_does_not_end_the_process(caplog: pytest.LogCaptureFixture) -> None:
     found = metrics()
-    peers = Peers([], found, origin="a")
+    peers = PeerEventExchange([], found, origin="a")
 
     def on_batch(batch: EventBatch) -> None:
         raise OverflowError(batch.origin)
@@ -87,7 +87,7 @@ def test_a_batch_that_cannot_be_repeated_does_not_end_the_process(caplog: pytest
 
 def test_batches_without_a_number_are_all_repeated() -> None:
     heard: list[EventBatch] = []
-    peers = Peers([], metrics(), origin="a")
+    peers = PeerEventExchange([], metrics(), origin="a")
     for _ in range(2):
         peers._receive(heard.append, encode_events(EventBatch("b", [SPENT])))
     assert len(heard) == 2
@@ -108,7 +108,7 @@ def test_batches_without_a_number_are_all_repeated() -> None:
 )
 def test_a_message_that_is_no_batch_is_counted_and_told_once(payload: bytes, caplog: pytest.LogCaptureFixture) -> None:
     found = metrics()
-    peers = Peers([], found, origin="a")
+    peers = PeerEventExchange([], found, origin="a")
     for _ in range(3):
         peers._receive(lambda _: None, payload)
     assert found.registry.get_sample_value("attache_shared_messages_total", {"result": "unreadable"}) == 3
@@ -188,7 +188,7 @@ def test_what_is_no_url_of_a_redis_is_told_without_its_password(url: str) -> Non
 def test_the_socket_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> None:
     # no process has this number
     (tmp_path / "99999999-killed.events").touch()
-    assert not LocalBus(tmp_path, "one").others()
+    assert not LocalBus(tmp_path, "one").peer_files()
     assert not list(tmp_path.iterdir())
 
 
@@ -197,14 +197,14 @@ async def test_a_bus_has_those_that_come_and_forgets_those_that_have_gone(tmp_pa
     heard: dict[str, list[bytes]] = {"first": [], "late": []}
     async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(first.run(heard["first"].append))
-        await eventually(lambda: bool(late.others()))
+        await eventually(lambda: bool(late.peer_files()))
         joining = tasks.create_task(late.run(heard["late"].append))
         while not all(heard.values()):
             for bus in (first, late):
                 await bus.send(b"hello")
             await asyncio.sleep(0.02)
         joining.cancel()
-        await eventually(lambda: not first.others())
+        await eventually(lambda: not first.peer_files())
         running.cancel()
 
 

@@ -38,7 +38,7 @@ def test_a_request_is_read() -> None:
         Api.MESSAGES, body(("user", "hello"), stream=True, system="be short", thinking={"type": "enabled"})
     )
     assert (request.model, request.is_streamed, request.max_output_tokens) == ("m", True, 7)
-    assert not request.leaves_usage_out, "its streams end with usage, and it cannot be asked for"
+    assert not request.lacks_stream_usage, "its streams end with usage, and it cannot be asked for"
     assert request.prompt.index(b"be short") < request.prompt.index(b"hello")
 
 
@@ -96,7 +96,7 @@ def test_pictures_are_counted_and_their_bytes_are_not_text() -> None:
     request = parse_body(Api.MESSAGES, body(("user", [text("look"), PICTURE, nested])))
     assert request.media.tokens == 2_000
     assert request.text_bytes < len(request.prompt) - 100
-    assert not request.is_text
+    assert not request.tokens_scale_with_bytes
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_text_in_every_block_counts_and_tells_prompts_apart(block: dict[str, Any
 
 def test_counting_tokens_computes_nothing_that_could_be_cached() -> None:
     request = parse_body(Api.COUNT_TOKENS, body(("user", "hello" * 100)))
-    assert (request.prompt, request.answers, request.asks_for_usage) == (b"", 0, False)
+    assert (request.prompt, request.answers, request.reports_usage_unchanged) == (b"", 0, False)
 
 
 @pytest.mark.parametrize("messages", ["hello", [{"content": "hello"}], [7]])

@@ -24,7 +24,7 @@ def test_speech_is_as_long_as_its_text() -> None:
     assert asked.prompt == f'"{text}'.encode()
     # 300 characters with their quotes: 20 seconds
     assert (asked.answers, asked.max_output_tokens) == (1, 500)
-    assert not asked.asks_for_usage
+    assert not asked.reports_usage_unchanged
 
 
 def wav(seconds: int, *, samples_per_s: int = 16_000, channels: int = 1, bits: int = 16) -> bytes:

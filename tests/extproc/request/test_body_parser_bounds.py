@@ -17,7 +17,7 @@ from extproc.request.body_parser import (
     MOST_OBJECTS,
     MOST_OTHER_BYTES,
     MOST_STRINGS,
-    JsonCounts,
+    JsonMarkCounts,
     check_bounds,
     count_outside_strings,
     parse_body,
@@ -61,18 +61,18 @@ values = st.recursive(
 )
 
 
-def counted(value: object) -> JsonCounts:
+def counted(value: object) -> JsonMarkCounts:
     """By what a decoder finds."""
     inner: list[object] = []
-    own = JsonCounts()
+    own = JsonMarkCounts()
     if isinstance(value, dict):
         inner = list(value.values())
-        own = JsonCounts(1, len(value), max(0, len(value) - 1), 2 * len(value))
+        own = JsonMarkCounts(1, len(value), max(0, len(value) - 1), 2 * len(value))
     elif isinstance(value, list):
         inner = value
-        own = JsonCounts(commas=max(0, len(value) - 1))
+        own = JsonMarkCounts(commas=max(0, len(value) - 1))
     elif isinstance(value, str):
-        own = JsonCounts(quotes=2)
+        own = JsonMarkCounts(quotes=2)
     for one in inner:
         own = own.plus(counted(one))
     return own

@@ -43,7 +43,7 @@ def test_the_parts_of_a_path_are_read(path: str, model: str, version: str, verb:
     found = read_model_path(path)
     assert found is not None
     assert (found.model, found.version, found.verb, set(found.apis)) == (model, version, verb, apis)
-    assert found.of("other") == path.replace(quote(model, safe=":"), "other", 1)
+    assert found.for_model("other") == path.replace(quote(model, safe=":"), "other", 1)
     assert api_of_model_path(path) in apis
 
 
@@ -99,7 +99,7 @@ def test_a_name_that_is_percent_encoded_is_read_and_written_again(name: str, ver
     found = read_model_path(path)
     assert found is not None
     assert (found.model, found.verb, found.version) == (name, verb, version)
-    again = found.of(name)
+    again = found.for_model(name)
     assert read_model_path(again) == found
     assert again.isascii()
     assert not set(again) & set(" ?#%\\") - {"%"}
@@ -112,8 +112,8 @@ def test_no_path_raises_anything_but_a_refusal(rest: str, root: str) -> None:
     except Refusal:
         return
     # what goes to an engine is plain, and means the same
-    assert found is None or read_model_path(found.of(found.model)) == found
-    assert found is None or found.of("m").isascii()
+    assert found is None or read_model_path(found.for_model(found.model)) == found
+    assert found is None or found.for_model("m").isascii()
 
 
 def test_a_long_name_costs_little_and_is_shown_short() -> None:

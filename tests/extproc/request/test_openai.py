@@ -168,7 +168,7 @@ def test_tokens_and_embeddings_beside_the_text_count_by_their_number() -> None:
         assert 5_000 <= chat.media.tokens <= 5_002
         assert chat.text_bytes == plain.text_bytes
         assert chat.prompt != plain.prompt
-        assert not chat.is_text
+        assert not chat.tokens_scale_with_bytes
     completion = parse_body(Api.COMPLETIONS, body(prompt="a", prompt_embeds="x" * 2_048_000))
     assert completion.media.tokens == 1_001
     assert completion.text_bytes < 100
@@ -202,7 +202,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     ],
 )
 def test_what_is_no_text_is_known(api: Api, fields: dict[str, Any], *, readable: bool) -> None:
-    assert parse_body(api, body(**fields)).is_readable is readable
+    assert parse_body(api, body(**fields)).has_text_prompt is readable
 
 
 def test_a_text_that_engines_repeat_counts_as_often() -> None:
@@ -217,7 +217,7 @@ def test_a_prompt_that_an_engine_has_stored_is_not_known_by_its_bytes(name: str)
     assert parse_body(Api.RESPONSES, body(input="and then?", **{name: "resp_1"})).has_stored_prompt
     plain = parse_body(Api.RESPONSES, body(input="and then?", **{name: None}))
     assert not plain.has_stored_prompt
-    assert plain.is_text
+    assert plain.tokens_scale_with_bytes
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_prompt_that_an_engine_has_stored_is_not_known_by_its_bytes(name: str)
 )
 def test_what_runs_in_the_background_reports_no_usage_at_once(value: object, *, in_background: bool) -> None:
     request = parse_body(Api.RESPONSES, body(input="hello", background=value))
-    assert (request.runs_in_background, request.asks_for_usage) == (in_background, not in_background)
+    assert (request.runs_in_background, request.reports_usage_unchanged) == (in_background, not in_background)
 
 
 def test_tools_stand_before_the_messages_as_in_chat_templates() -> None:
@@ -303,7 +303,7 @@ def test_usage_is_left_out_only_where_a_stream_was_not_asked_for_it() -> None:
         return parse_body(api, body(messages=[HELLO], input="i", **fields))
 
     def leaves_out(api: Api = Api.CHAT, **fields: object) -> bool:
-        return streamed(api, **fields).leaves_usage_out
+        return streamed(api, **fields).lacks_stream_usage
 
     assert leaves_out(stream=True)
     assert leaves_out(stream=True, stream_options={})
@@ -414,7 +414,7 @@ def test_white_space_before_the_first_prompt_changes_no_count(prompt: str, promp
 def test_media_count_by_an_estimate_and_not_by_their_bytes(parts: list[dict[str, Any]], tokens: int) -> None:
     request = parse_body(Api.CHAT, body(messages=[HELLO, {"role": "user", "content": parts}]))
     assert request.media.tokens == tokens
-    assert request.is_text == (tokens == 0)
+    assert request.tokens_scale_with_bytes == (tokens == 0)
     assert request.text_bytes + request.media.size_bytes == len(request.prompt)
 
 

@@ -11,20 +11,20 @@ import msgspec
 import pytest
 
 from extproc.engines.engine_responses import (
-    BootstrapEngine,
+    BootstrapEngineId,
     PrefillResponse,
     UnreadableResponse,
     parse_bootstrap_engines,
     parse_prefill_response,
 )
 from extproc.request import anthropic, openai, token_apis
-from extproc.request.json_rewrite import fields_of, with_changes
+from extproc.request.json_rewrite import raw_top_level_fields, with_changes
 from extproc.request.prefill_protocols import (
     PROTOCOLS,
     WHOLE,
     PrefillAttempt,
     _number,
-    abort_bodies,
+    sglang_abort_bodies,
     why_body_not_disaggregated,
 )
 from extproc.wire_protocol import Api
@@ -73,7 +73,7 @@ MESSAGES: Final = [{"role": "user", "content": "hello"}]
 def prefill(api: Api, connector: Connector, body: dict[str, Any]) -> dict[str, Any]:
     raw = json.dumps(body).encode()
     request = PARSERS[api](raw)
-    changes = PROTOCOLS[connector].prefill_changes(request, fields_of(raw, request.contents), TRY)
+    changes = PROTOCOLS[connector].prefill_changes(request, raw_top_level_fields(raw, request.contents), TRY)
     changed = with_changes(raw, changes.fields, request.contents, without=changes.without)
     found: dict[str, Any] = json.loads(changed)
     return found
@@ -82,7 +82,7 @@ def prefill(api: Api, connector: Connector, body: dict[str, Any]) -> dict[str, A
 def decode(api: Api, connector: Connector, body: dict[str, Any], answer: PrefillResponse) -> bytes | None:
     raw = json.dumps(body).encode()
     request = PARSERS[api](raw)
-    changes = PROTOCOLS[connector].decode_changes(request, fields_of(raw, request.contents), TRY, answer)
+    changes = PROTOCOLS[connector].decode_changes(request, raw_top_level_fields(raw, request.contents), TRY, answer)
     return None if changes is None else with_changes(raw, changes.fields, request.contents, without=changes.without)
 
 
@@ -302,11 +302,11 @@ def test_what_mooncake_has_dropped_no_decode_engine_waits_for(body: str, *, is_c
 
 def test_mooncakes_bootstrap_server_lists_an_engine_by_rank() -> None:
     first = b'{"engine_id": "e", "worker_addr": {"0": {"0": "tcp://10.0.0.11:40001"}}}'
-    assert parse_bootstrap_engines(b'{"0": %b}' % first) == (BootstrapEngine("e"),)
+    assert parse_bootstrap_engines(b'{"0": %b}' % first) == (BootstrapEngineId("e"),)
     second = first.replace(b'"e"', b'"f"')
     assert parse_bootstrap_engines(b'{"1": %b, "0": %b}' % (second, first)) == (
-        BootstrapEngine("e", 0),
-        BootstrapEngine("f", 1),
+        BootstrapEngineId("e", 0),
+        BootstrapEngineId("f", 1),
     )
 
 
@@ -544,7 +544,7 @@ def test_every_id_that_a_decode_engine_may_have_given_can_be_aborted(
     api: Api, body: dict[str, Any], count: int
 ) -> None:
     raw = json.dumps({"model": "m", **body}).encode()
-    ids = [json.loads(one)["rid"] for one in abort_bodies(PARSERS[api](raw), TRY)]
+    ids = [json.loads(one)["rid"] for one in sglang_abort_bodies(PARSERS[api](raw), TRY)]
     sent = prefill(api, SGLANG, {"model": "m", **body})
     own = sent["request_id" if api is Api.RESPONSES else "rid"]
     assert ids[: len(own)] == own if isinstance(own, list) else ids[0] == own

@@ -33,8 +33,8 @@ def test_a_query_counts_once_for_each_document() -> None:
     assert one.text_bytes == len(one.prompt)
     # a name in quotes has eight bytes
     assert three.text_bytes == len(three.prompt) + 2 * 8
-    assert one.is_text
-    assert not three.is_text, "its bytes say nothing of what a byte costs"
+    assert one.tokens_scale_with_bytes
+    assert not three.tokens_scale_with_bytes, "its bytes say nothing of what a byte costs"
 
 
 def test_nothing_is_written() -> None:

@@ -26,7 +26,7 @@ def test_a_request_is_read() -> None:
     request = generate(stream=True)
     assert (request.model, request.is_streamed, request.max_output_tokens, request.answers) == ("m", True, 7, 2)
     assert request.prompts.token_ids == 3
-    assert request.leaves_usage_out
+    assert request.lacks_stream_usage
 
 
 def test_longer_prompts_begin_with_shorter_ones_unless_their_pictures_differ() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.console.state import _match
 from extproc.core.request_record import RequestHead
 from extproc.errors import BadRequest, UnknownModel
@@ -218,7 +218,7 @@ def test_routes_without_such_rules_read_nothing(monkeypatch: pytest.MonkeyPatch)
     def read(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(body_match.BodyReader, "read", read)
+    monkeypatch.setattr(body_match.BodyFieldReader, "read", read)
     assert request(core(headers={"x-a": {"exact": "1"}})).destination.server == "default/usual"
     # nor those whose rule before holds, or whose headers do not
     assert not meets(core(headers={"x-a": {"exact": "1"}}, body={"tools": {"exists": True}}), {"tools": []})

@@ -10,7 +10,7 @@ import pytest
 
 from extproc.api.config_loader import load_snapshot
 from extproc.errors import UnknownModel
-from extproc.routing.routing_table import Destination, ListedModel, RoutingTable, RuleTerms
+from extproc.routing.routing_table import Destination, ListedModel, RoutingTable, RuleSettings
 
 CONFIG = b"""
 apiVersion: attache.dev/v1alpha1
@@ -82,7 +82,7 @@ def test_a_weight_of_zero_is_never_drawn() -> None:
 
 
 def test_the_model_is_sent_under_its_servers_name_and_an_adapter_under_its_own() -> None:
-    rule = RuleTerms("rules[0] (testers)", renames_answers=True)
+    rule = RuleSettings("rules[0] (testers)", renames_answers=True)
     for model, its_name in (("chat", "llama-3.2-8b"), ("sql", "sql")):
         expected = Destination("default/canary", its_name, "default/chat", "chat", rule=rule)
         assert resolve(model, x_team="testers") == expected

@@ -16,7 +16,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from prometheus_client import CollectorRegistry
 
 from extproc.listen_sockets import ListenFailed, listen
-from extproc.metrics.registry import TlsMetrics
+from extproc.metrics.request_metrics import TlsMetrics
 from extproc.rpc import server as rpc_server
 from extproc.rpc.http2 import PREFACE, WINDOW, FrameType, encode_frame
 from extproc.rpc.server import MOST_MESSAGE_BYTES, RpcCall, RpcFailed, RpcServer, Status

@@ -13,16 +13,16 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from bench.sizes.configuration import GatewayPorts, Sizes, configuration
+from bench.sizes.configuration import GatewayPorts, ObjectCounts, configuration
 from bench.stack.processes import free_ports
 from extproc.api.config_loader import load_snapshot
 from extproc.api.status_pages import ConfigReport, EndpointLoad
 from extproc.core.core import Core
 from extproc.listen_sockets import listen
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.runtime import admin_pages
 from extproc.runtime.admin_pages import serve_pages
-from extproc.runtime.demand_watch import DemandWatch
+from extproc.runtime.demand_watch import DemandWatchServer
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-SIZES = Sizes(models=100, routes=100, hosts=1, adapters=1, endpoints=5_000)
+SIZES = ObjectCounts(models=100, routes=100, hosts=1, adapters=1, endpoints=5_000)
 
 
 @contextlib.asynccontextmanager
@@ -40,7 +40,7 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, li
     core = Core(load_snapshot(files), rng=random.Random(0), ticket_prefix="t")
     clock = asyncio.get_running_loop().time
     metrics = Metrics(core.pools.values, lambda: 0.0, clock)
-    whole, written = metrics.registry.pieces, list[int]()
+    whole, written = metrics.registry.exposition_chunks, list[int]()
 
     def pieces() -> Iterator[str]:
         for piece in whole():
@@ -58,7 +58,7 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, li
         is_ready=lambda: True,
         report=ConfigReport,
         loads=core.loads_in_parts,
-        demand=DemandWatch(core, clock),
+        demand=DemandWatchServer(core, clock),
         explain=None,
     )
     try:
@@ -89,7 +89,7 @@ async def test_the_event_loop_turns_between_two_pieces_of_a_page(monkeypatch: py
         async with client.get(f"http://127.0.0.1:{port}/loads") as answer:
             loads = msgspec.json.decode(await answer.read(), type=dict[str, EndpointLoad])
         assert turns >= SIZES.models / 20
-        assert loads == core.loads()
+        assert loads == core.engine_loads()
         assert len(loads) == SIZES.endpoints
         working.cancel()
 

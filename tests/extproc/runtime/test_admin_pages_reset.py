@@ -21,9 +21,9 @@ from extproc.api.status_pages import RESET_PATH, ConfigReport
 from extproc.core.core import Core
 from extproc.core.effects import BreakerChanged
 from extproc.listen_sockets import listen
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.runtime.admin_pages import reset_page, serve_pages
-from extproc.runtime.demand_watch import DemandWatch
+from extproc.runtime.demand_watch import DemandWatchServer
 from tests.extproc.breakers import trip
 from tests.extproc.conftest import CONFIG
 
@@ -50,7 +50,7 @@ async def served() -> AsyncIterator[tuple[str, Core, list[Effect]]]:
         is_ready=lambda: True,
         report=ConfigReport,
         loads=core.loads_in_parts,
-        demand=DemandWatch(core, clock),
+        demand=DemandWatchServer(core, clock),
         explain=None,
         others=[reset_page(core, clock, performed.extend)],
     )

@@ -32,7 +32,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from bench.stack.processes import free_ports
-from extproc.api.status_pages import DEMAND_PATH, ConfigReport, Demand, complete_demand
+from extproc.api.status_pages import DEMAND_PATH, ConfigReport, ProcessDemand, apply_demand_delta
 from extproc.listen_sockets import listen
 from extproc.metrics.exposition import Registry
 from extproc.runtime import demand_watch
 from extproc.runtime.admin_pages import serve_pages
-from extproc.runtime.demand_watch import MOST_WATCHERS, DemandWatch
+from extproc.runtime.demand_watch import MOST_WATCHERS, DemandWatchServer
 from tests.extproc.scenes import core_of, request
 from tests.waiting import eventually
 
@@ -35,7 +35,7 @@ SERVER = "default/llama"
 class Page:
     """``url``: of the page; ``runner``: serves it."""
 
-    def __init__(self, url: str, core: Core, watch: DemandWatch, runner: web.AppRunner) -> None:
+    def __init__(self, url: str, core: Core, watch: DemandWatchServer, runner: web.AppRunner) -> None:
         self.url = url
         self.core = core
         self.watch = watch
@@ -50,7 +50,7 @@ class Page:
 @contextlib.asynccontextmanager
 async def page(endpoints: str = "") -> AsyncIterator[Page]:
     core = core_of(servers={"llama": f"flowControl: {{}}\nendpoints: [{endpoints}]"})
-    watch = DemandWatch(core, time.monotonic)  # noqa: TID251 - a real clock for a real page
+    watch = DemandWatchServer(core, time.monotonic)  # noqa: TID251 - a real clock for a real page
     port = free_ports(1)[0]
     runner = await serve_pages(
         listen(f"127.0.0.1:{port}"),
@@ -67,9 +67,9 @@ async def page(endpoints: str = "") -> AsyncIterator[Page]:
         await runner.cleanup()
 
 
-async def next_line(answer: aiohttp.ClientResponse) -> Demand:
+async def next_line(answer: aiohttp.ClientResponse) -> ProcessDemand:
     line = await asyncio.wait_for(answer.content.readline(), 120)
-    return msgspec.json.decode(line, type=Demand)
+    return msgspec.json.decode(line, type=ProcessDemand)
 
 
 async def test_the_first_page_lists_the_others() -> None:
@@ -88,7 +88,7 @@ async def test_the_first_page_lists_the_others() -> None:
 async def test_the_page_is_one_object_and_followed_it_is_a_line_a_second() -> None:
     async with page() as stand, aiohttp.ClientSession() as http:
         async with http.get(stand.url) as answer:
-            once = msgspec.json.decode(await answer.read(), type=Demand)
+            once = msgspec.json.decode(await answer.read(), type=ProcessDemand)
         assert (once.instance, once.sequence, list(once.servers)) == ("t", 1, [SERVER])
         async with http.get(f"{stand.url}?watch") as answer:
             lines = [await next_line(answer) for _ in range(2)]
@@ -162,14 +162,14 @@ async def test_each_follower_is_woken_by_what_is_news_to_it_alone() -> None:
         for _ in range(2):
             stand.arrive()
         async with asyncio.timeout(120):
-            line = msgspec.json.decode(await before, type=Demand)
+            line = msgspec.json.decode(await before, type=ProcessDemand)
         assert line.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 9
         assert not after.done()
         # these two were no news to the late one, and what is news to it is not forgotten
         for _ in range(7):
             stand.arrive()
         async with asyncio.timeout(120):
-            line = msgspec.json.decode(await after, type=Demand)
+            line = msgspec.json.decode(await after, type=ProcessDemand)
         assert line.servers[SERVER].engines["10.0.0.1:8000"].in_flight == 16
         for one in (early, late):
             await one.aclose()
@@ -250,13 +250,13 @@ async def test_who_asks_for_changes_is_told_of_a_server_when_it_does_something()
 async def test_what_changes_say_is_what_whole_lines_say() -> None:
     async with page() as stand, aiohttp.ClientSession() as http:
         async with http.get(f"{stand.url}?watch=changes") as answer:
-            known: Demand | None = None
+            known: ProcessDemand | None = None
             for at in range(4):
-                known = complete_demand(await next_line(answer), known)
+                known = apply_demand_delta(await next_line(answer), known)
                 assert known is not None
                 if at == 1:
                     stand.core.on_disconnect(stand.arrive(), time.monotonic())  # noqa: TID251 - a real clock
         async with http.get(stand.url) as answer:
-            whole = msgspec.json.decode(await answer.read(), type=Demand)
+            whole = msgspec.json.decode(await answer.read(), type=ProcessDemand)
     assert known.servers == whole.servers
     assert whole.servers[SERVER].counted["m"].arrivals == 1

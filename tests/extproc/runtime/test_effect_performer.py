@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.effects import Decision, Fault, PrefillEnded, RequestHeld, RequestRefused, WakeAt
-from extproc.core.request_record import LegResult, RequestHead
-from extproc.core.states import State
+from extproc.core.request_record import PrefillLegResult, RequestHead
+from extproc.core.request_states import RequestState
 from extproc.errors import InternalError, QueueTimeout
 from extproc.feeds.engine_http import EngineCredentials
 from extproc.feeds.guard_client import GuardClient
 from extproc.feeds.tokenizers import Tokenizers
-from extproc.metrics.registry import Metrics
-from extproc.runtime.effect_performer import Performer, Services
+from extproc.metrics.request_metrics import Metrics
+from extproc.runtime.effect_performer import Performer, PreDecisionServices
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, core_of, endpoints, request
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Shell:
         metrics = Metrics(lambda: list(self.core.pools.values()), lambda: 0.0, self.clock)
         access = EngineCredentials({}, self.clock)
         self.tokenizers = Tokenizers(metrics, access)
-        services = Services(self.tokenizers, GuardClient(access, clock=self.clock, source="urn:x"))
+        services = PreDecisionServices(self.tokenizers, GuardClient(access, clock=self.clock, source="urn:x"))
         self.performer = Performer(
             self.core,
             metrics,
@@ -81,7 +81,7 @@ async def test_a_stream_cancelled_between_its_decision_and_its_turn_frees_the_en
 
     decision = await next_waiting
     assert isinstance(decision, Decision)
-    assert shell.core.count_requests(State.RUNNING) == 1
+    assert shell.core.count_requests(RequestState.RUNNING) == 1
     assert shell.core.pools["default/llama"].table.in_flight.sum() == 1
     assert shell.performer._waits == {}
 
@@ -168,7 +168,7 @@ async def test_the_first_failure_of_a_prefill_engine_is_logged_and_its_return(ca
     caplog.set_level("INFO")
     shell = Shell()
     for outcome, detail in (("left", ""), ("timeout", "no answer"), ("error", "500"), ("prefilled", ""), ("left", "")):
-        leg = LegResult("10.0.0.1:8000", outcome, 0.5, detail)  # type: ignore[arg-type]
+        leg = PrefillLegResult("10.0.0.1:8000", outcome, 0.5, detail)  # type: ignore[arg-type]
         shell.performer.perform([PrefillEnded("t-1", "llama", leg, goes_on=True)])
     first, last = [one.getMessage() for one in caplog.records]
     assert "prefill engine 10.0.0.1:8000 of llama: timeout after 0.5 s, no answer; decode engines compute" in first

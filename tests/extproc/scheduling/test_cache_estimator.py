@@ -41,10 +41,10 @@ def test_blocks_of_text_follow_the_engines_blocks_of_tokens() -> None:
     assert caches.index.first_block_bytes == 64
     index = caches.index
     caches.bytes_per_token = 3.5
-    caches.fit_blocks()
+    caches.fit_block_size()
     assert caches.index is index, "a little more or less does not begin anew"
     caches.bytes_per_token = 1.0
-    caches.fit_blocks()
+    caches.fit_block_size()
     assert caches.index.first_block_bytes == 32
 
 

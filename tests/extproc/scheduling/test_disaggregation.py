@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from extproc.scheduling.disaggregation import (
     ExpectedSeconds,
-    PrefillChoices,
+    PrefillCosts,
     TransferTimes,
     UncachedTokens,
     choose_decode,
 )
 
-COLUMNS = PrefillChoices.__struct_fields__
+COLUMNS = PrefillCosts.__struct_fields__
 
 
-def choices(*rows: dict[str, float]) -> PrefillChoices:
-    return PrefillChoices(**{name: np.array([row.get(name, 0.0) for row in rows]) for name in COLUMNS})
+def choices(*rows: dict[str, float]) -> PrefillCosts:
+    return PrefillCosts(**{name: np.array([row.get(name, 0.0) for row in rows]) for name in COLUMNS})
 
 
 def test_the_cheaper_of_both_decides_with_the_answers_that_would_stop() -> None:

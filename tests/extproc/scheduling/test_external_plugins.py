@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.errors import NoEndpoint, Shed
 from extproc.llmd.picker_builder import BuiltPicker, picker_from_text
 from extproc.llmd.plugin_types import BUILT_IN, installed_plugins

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.endpoints.table import EndpointConfig
 from extproc.errors import BadRequest
 from extproc.llmd.picker_builder import picker_from_text

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.decode import read_picker_file
 from extproc.api.engine_connection import EngineConnection, EngineTls
-from extproc.api.errors import ConfigInvalid
 from extproc.api.model_server import ModelServerSpec
 from extproc.api.picker_config import reject_file_references
 from extproc.api.quantities import Duration

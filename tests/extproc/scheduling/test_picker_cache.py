@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import SnapshotLoader, load_snapshot
-from extproc.api.errors import ConfigInvalid
 from extproc.llmd.picker_builder import PickerFactory, picker_notes
 from extproc.scheduling.builtin_pickers import PrefillDecodePairs, RoundRobin
 from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens

@@ -12,7 +12,7 @@ import pytest
 
 from extproc.core.effects import Decision
 from extproc.core.request_record import Outcome, RequestHead
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.streams.access_log import read_outcome, receive_entries
 from extproc.streams.messages import HttpAccessLogEntry, StreamAccessLogsMessage
 from extproc.task_supervisor import FailureLog

@@ -11,8 +11,8 @@ import pytest
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestHeld, RequestRefused
-from extproc.core.states import State
-from extproc.metrics.registry import Metrics
+from extproc.core.request_states import RequestState
+from extproc.metrics.request_metrics import Metrics
 from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.message_order import BodyMode, IllegalMessage
@@ -344,7 +344,7 @@ def test_a_client_that_leaves_while_its_request_is_held_leaves_nothing_behind(co
     held = conversations[2].exchange
     assert isinstance(held.pending, RequestHeld)
     held.on_stream_closed()
-    assert not core.count_requests(State.QUEUED)
+    assert not core.count_requests(RequestState.QUEUED)
     for one in conversations[:2]:
         one.exchange.on_stream_closed()
     assert core.pools["default/llama"].table.in_flight.sum() == 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from google.protobuf.struct_pb2 import Struct
 
-from extproc.streams.headers import read_claims, read_head, read_served, read_status, read_subset
+from extproc.streams.headers import read_claims, read_endpoint_subset, read_head, read_served_endpoint, read_status
 from extproc.streams.messages import HttpHeaders, ProcessingRequest
 
 
@@ -58,19 +58,19 @@ def test_a_subset_comes_as_text_or_as_a_list() -> None:
     for address in ("10.0.0.1:1", "", "10.0.0.2:2"):
         values.add().string_value = address
 
-    assert read_subset(text) == read_subset(several) == ["10.0.0.1:1", "10.0.0.2:2"]
-    assert read_subset(silent) is None
+    assert read_endpoint_subset(text) == read_endpoint_subset(several) == ["10.0.0.1:1", "10.0.0.2:2"]
+    assert read_endpoint_subset(silent) is None
     assert not silent.metadata_context.filter_metadata
 
 
 def test_who_served_is_read_from_metadata() -> None:
     message = ProcessingRequest()
-    assert read_served(message) == ""
+    assert read_served_endpoint(message) == ""
 
     fields = message.metadata_context.filter_metadata["envoy.lb"].fields
     fields["x-gateway-destination-endpoint-served"].string_value = "10.0.0.1:1"
 
-    assert read_served(message) == "10.0.0.1:1"
+    assert read_served_endpoint(message) == "10.0.0.1:1"
 
 
 TOKEN = {

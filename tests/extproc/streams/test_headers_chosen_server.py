@@ -11,7 +11,7 @@ import pytest
 
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.headers import StreamOrigin

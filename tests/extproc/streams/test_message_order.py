@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import pytest
 
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.message_order import ANSWER, REQUEST, BodyMode, IllegalMessage, MessageStage

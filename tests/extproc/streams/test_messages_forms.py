@@ -21,10 +21,10 @@ import pytest
 
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.core.states import State
+from extproc.core.request_states import RequestState
 from extproc.listen_sockets import listen
 from extproc.llmd.picker_builder import PickerFactory
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.rpc.server import RpcCall
 from extproc.scheduling.sessions import session_token
 from extproc.streams.duplex import DuplexExchange
@@ -689,7 +689,7 @@ async def test_an_answer_to_a_request_that_never_came_passes(caplog: pytest.LogC
             await stream.done_writing()
             assert await stream.read() is grpc.aio.EOF
             assert await stream.code() == grpc.StatusCode.OK
-        assert server.core.count_requests(*State) == 0
+        assert server.core.count_requests(*RequestState) == 0
     assert logged(caplog) == []
 
 
@@ -712,10 +712,10 @@ async def test_a_held_request_that_the_gateway_answers_by_itself_leaves_the_queu
         await held.write(headers(ENVOYS, body_mode=FULL_DUPLEX))
         await held.write(body(CHAT, end=True))
         await holding.wait()
-        assert server.core.count_requests(State.QUEUED) == 1
+        assert server.core.count_requests(RequestState.QUEUED) == 1
         await held.write(answer_headers(504))
         assert (await next_of(held)).WhichOneof("response") == "response_headers"
-        assert server.core.count_requests(State.QUEUED) == 0
+        assert server.core.count_requests(RequestState.QUEUED) == 0
         await held.write(answer_body(b"stream timeout", end=True))
         piece = (await next_of(held)).response_body.response.body_mutation.streamed_response
         assert (piece.body, piece.end_of_stream) == (b"stream timeout", True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest

@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from bench.cluster.certificates import Authority
 from extproc.listen_sockets import listen
-from extproc.metrics.registry import Metrics, TlsMetrics
+from extproc.metrics.request_metrics import Metrics, TlsMetrics
 from extproc.rpc.server import RpcServer
-from extproc.streams.health import Health
-from extproc.streams.tls import CertificateInvalid, ReloadingCertificate, TlsFiles, TlsLimits, self_signed
+from extproc.streams.health import HealthService
+from extproc.streams.tls import CertificateInvalid, ReloadingCertificate, TlsFiles, TlsRequirements, self_signed
 from tests.extproc.runtime.test_app import free_port
 from tests.waiting import eventually
 
@@ -73,7 +73,7 @@ async def test_new_connections_get_the_new_certificate_and_open_ones_go_on(
     first, second = Authority(NOW), Authority(NOW)
     issue(files, first)
     one = followed(files, registry)
-    port, server = free_port(), RpcServer(Health(Metrics(list, lambda: 0.0, lambda: 0.0)).handlers)
+    port, server = free_port(), RpcServer(HealthService(Metrics(list, lambda: 0.0, lambda: 0.0)).handlers)
     await server.start(listen(f"127.0.0.1:{port}"), one.context)
     try:
         trust = grpc.ssl_channel_credentials(first.certificate.encode())
@@ -153,8 +153,8 @@ def test_our_own_certificate_is_valid_for_years_and_its_end_is_told(registry: Co
 
 
 def test_suites_of_tls_12_can_be_chosen_and_those_that_are_none_are_told() -> None:
-    chosen = TlsLimits(ciphers="ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES256-GCM-SHA384").context()
+    chosen = TlsRequirements(ciphers="ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES256-GCM-SHA384").context()
     names = {one["name"] for one in chosen.get_ciphers() if one["protocol"] == "TLSv1.2"}
     assert names == {"ECDHE-ECDSA-AES128-GCM-SHA256", "ECDHE-RSA-AES256-GCM-SHA384"}
     with pytest.raises(ValueError, match="OpenSSL has no cipher suite of 'NONE-AT-ALL'"):
-        TlsLimits(ciphers="NONE-AT-ALL").context()
+        TlsRequirements(ciphers="NONE-AT-ALL").context()

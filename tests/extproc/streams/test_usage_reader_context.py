@@ -15,9 +15,9 @@ from extproc.api.usage_log import UsageContext
 from extproc.core.core import Core
 from extproc.core.effects import RequestRefused
 from extproc.core.request_record import RequestHead
-from extproc.core.usage_log import usage_of_refusal, usage_of_unparsed
+from extproc.core.usage_log import usage_of_refusal, usage_of_unrouted_refusal
 from extproc.errors import NoEndpoint
-from extproc.metrics.registry import Metrics
+from extproc.metrics.request_metrics import Metrics
 from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
@@ -164,7 +164,7 @@ def test_an_http_route_is_no_model_route_of_the_same_name() -> None:
     refusal = NoEndpoint("none")
     found = [
         usage_of_refusal(chosen, "t1", refusal, held_s=0.0, objectives=None),
-        usage_of_unparsed(head, ANONYMOUS_SUBJECT, refusal),
+        usage_of_unrouted_refusal(head, ANONYMOUS_SUBJECT, refusal),
         usage_of_refusal(core.builder.build_by_model(head, chat()), "t2", refusal, held_s=0.0, objectives=None),
     ]
     assert [None if one is None else one.route for one in found] == [
@@ -172,7 +172,9 @@ def test_an_http_route_is_no_model_route_of_the_same_name() -> None:
         "http:default/chat",
         "default/chat",
     ]
-    calls = usage_of_unparsed(msgspec.structs.replace(head, http_route="grpc:default/chat"), ANONYMOUS_SUBJECT, refusal)
+    calls = usage_of_unrouted_refusal(
+        msgspec.structs.replace(head, http_route="grpc:default/chat"), ANONYMOUS_SUBJECT, refusal
+    )
     assert calls is not None
     assert calls.route == "grpc:default/chat"
     of_route, of_other = (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from extproc.errors import BadRequest, UnknownPath
-from extproc.translate.translation import Translated, Translation, find_translation
+from extproc.translate.translation import TranslatedRequest, Translation, find_translation
 from tests.extproc.translate import corpora
 from tests.extproc.translate.sdk_clients import validate_request
 
@@ -27,7 +27,7 @@ def between(client: str, engine: str) -> Translation:
     return found
 
 
-def translated(client: str, engine: str, request: Json, *, strict: bool = False) -> Translated:
+def translated(client: str, engine: str, request: Json, *, strict: bool = False) -> TranslatedRequest:
     return between(client, engine).translate_request(json.dumps(request).encode(), strict=strict)
 
 

@@ -73,7 +73,7 @@ class FileListing(msgspec.Struct, frozen=True):
     files: tuple[RemoteFile, ...]
 
     @property
-    def size(self) -> int:
+    def total_size(self) -> int:
         """Of all files whose size is known, in bytes."""
         return sum(file.size or 0 for file in self.files)
 

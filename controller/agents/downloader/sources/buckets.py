@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from controller.agents.downloader.core.uri import AzureLocation, BucketLocation
-    from controller.agents.downloader.environment import Environment
-    from controller.agents.downloader.transfer import Transfer
+    from controller.agents.downloader.environment import EnvironmentReader
+    from controller.agents.downloader.transfer import TransferClient
 
 _S3_SIGNED_FOR_S: Final = 3600
 _HEADS_AT_ONCE: Final = 8
@@ -40,7 +40,7 @@ _AZURE_SCOPE: Final = "https://storage.azure.com/.default"
 _AZURE_VERSION: Final = "2021-12-02"
 
 
-def path_below(prefix: str, key: str) -> str:
+def relative_object_path(prefix: str, key: str) -> str:
     """The path of the object ``key``; empty: it is none of the model's files.
 
     ``models/llama`` means the object of that name, or what is in that folder, and never ``models/llama-2/...``. Names
@@ -60,7 +60,7 @@ class S3Source:
     Further settings: ``AWS_NO_SIGN_REQUEST`` for public buckets, ``AWS_S3_ADDRESSING_STYLE`` (path, virtual, auto).
     """
 
-    def __init__(self, place: BucketLocation, environment: Environment) -> None:
+    def __init__(self, place: BucketLocation, environment: EnvironmentReader) -> None:
         self._place = place
         boto3 = import_optional("boto3", "s3")
         botocore = import_optional("botocore", "s3")
@@ -104,7 +104,7 @@ class S3Source:
         pinned = listing_digest(sorted((one.path, one.size, one.version, one.locator) for one in files))
         return FileListing(pinned, files)
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
+    async def build_request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """A URL that is signed for an hour."""
         key, _, version = file.locator.partition("\n")
         parameters = {"Bucket": self._place.bucket, "Key": key} | ({"VersionId": version} if version else {})
@@ -120,7 +120,7 @@ class S3Source:
         place = self._place
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=place.bucket, Prefix=place.prefix)
         found = [str(one["Key"]) for page in pages for one in page.get("Contents", ())]
-        return [key for key in found if path_below(place.prefix, key)]
+        return [key for key in found if relative_object_path(place.prefix, key)]
 
     def _head(self, key: str) -> Mapping[str, Any]:
         bucket = self._place.bucket
@@ -136,7 +136,7 @@ class S3Source:
     def _file(self, key: str, head: Mapping[str, Any]) -> RemoteFile:
         version = str(head.get("VersionId", ""))
         return RemoteFile(
-            path_below(self._place.prefix, key),
+            relative_object_path(self._place.prefix, key),
             int(head["ContentLength"]),
             key if version in ("", "null") else f"{key}\n{version}",
             s3_checksum(head),
@@ -217,7 +217,7 @@ class GoogleSource:
     any.
     """
 
-    def __init__(self, place: BucketLocation, transfer: Transfer, environment: Environment) -> None:
+    def __init__(self, place: BucketLocation, transfer: TransferClient, environment: EnvironmentReader) -> None:
         self._place = place
         self._transfer = transfer
         emulator = environment.get("STORAGE_EMULATOR_HOST").rstrip("/")
@@ -247,10 +247,10 @@ class GoogleSource:
             token = page.next_page_token
             if not token:
                 break
-        files = [self._file(one) for one in found if path_below(self._place.prefix, one.name)]
+        files = [self._file(one) for one in found if relative_object_path(self._place.prefix, one.name)]
         return FileListing(listing_digest(sorted((one.path, one.locator) for one in files)), tuple(files))
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
+    async def build_request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The object's generation, as it is stored: the server would unpack gzip, and then has no ranges."""
         packed = {"Accept-Encoding": "gzip"} if file.locator in self._packed else {}
         return HttpRequest(file.locator, await self._headers() | packed)
@@ -265,7 +265,7 @@ class GoogleSource:
             checksum = Checksum("md5", base64.b64decode(item.md5_hash).hex())
         elif item.crc32c:  # composed objects have no MD5
             checksum = Checksum("crc32c", base64.b64decode(item.crc32c).hex())
-        return RemoteFile(path_below(self._place.prefix, item.name), int(item.size), url, checksum)
+        return RemoteFile(relative_object_path(self._place.prefix, item.name), int(item.size), url, checksum)
 
     async def _headers(self) -> dict[str, str]:
         if self._is_anonymous:
@@ -304,7 +304,7 @@ class AzureSource:
     ``AZURE_STORAGE_SAS_TOKEN`` and ``AZURE_STORAGE_ANONYMOUS=true``; else an identity, as azure-identity finds it.
     """
 
-    def __init__(self, place: AzureLocation, environment: Environment) -> None:
+    def __init__(self, place: AzureLocation, environment: EnvironmentReader) -> None:
         self._place = place
         account = environment.get("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
         endpoint = environment.get("AZURE_STORAGE_ENDPOINT")
@@ -330,7 +330,7 @@ class AzureSource:
         files = tuple(await asyncio.to_thread(self._called, self._list))
         return FileListing(listing_digest(sorted((one.path, one.size, one.version) for one in files)), files)
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
+    async def build_request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """A URL that is signed for an hour, or a header with an identity's token."""
         url = f"{self._endpoint}/{quote(self._place.container)}/{quote(file.locator)}"
         if self._key:
@@ -360,12 +360,12 @@ class AzureSource:
         with self._blobs.BlobServiceClient(self._endpoint, credential=credential, retry_total=0) as service:
             container = service.get_container_client(self._place.container)
             found = container.list_blobs(name_starts_with=self._place.prefix or None)
-            return [self._file(one) for one in found if path_below(self._place.prefix, one.name)]
+            return [self._file(one) for one in found if relative_object_path(self._place.prefix, one.name)]
 
     def _file(self, blob: Any) -> RemoteFile:  # noqa: ANN401 - the library's BlobProperties
         md5 = blob.content_settings.content_md5
         checksum = Checksum("md5", bytes(md5).hex()) if md5 else None
-        path = path_below(self._place.prefix, blob.name)
+        path = relative_object_path(self._place.prefix, blob.name)
         return RemoteFile(path, int(blob.size), blob.name, checksum, version=str(blob.etag or "").strip('"'))
 
     def _called(self, function: Any) -> Any:  # noqa: ANN401 - what the function has

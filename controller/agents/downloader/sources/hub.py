@@ -14,7 +14,7 @@ from controller.agents.downloader.transfer import HttpRequest, error_for_status
 
 if TYPE_CHECKING:
     from controller.agents.downloader.core.uri import HubLocation
-    from controller.agents.downloader.environment import Environment
+    from controller.agents.downloader.environment import EnvironmentReader
 
 _PUBLIC: Final = "https://huggingface.co"
 _API_TIMEOUT_S: Final = 30.0
@@ -27,7 +27,7 @@ class HubSource:
     library's downloader keeps no ranges across a crash and does not compare checksums.
     """
 
-    def __init__(self, place: HubLocation, environment: Environment) -> None:
+    def __init__(self, place: HubLocation, environment: EnvironmentReader) -> None:
         self._place = place
         self._endpoint = (environment.get("HF_ENDPOINT") or _PUBLIC).rstrip("/")
         self._token = environment.get("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -42,7 +42,7 @@ class HubSource:
         files = [self._file(one, commit) for one in info.siblings or ()]
         return FileListing(commit, tuple(one for one in files if one is not None))
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
+    async def build_request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The hub redirects large files to a signed URL that expires: it is requested again for each range."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         return HttpRequest(file.locator, headers)

@@ -16,13 +16,13 @@ from controller.agents.downloader.core.uri import (
 )
 from controller.agents.downloader.sources.buckets import AzureSource, GoogleSource, S3Source
 from controller.agents.downloader.sources.hub import HubSource
-from controller.agents.downloader.sources.registry import RegistrySource
+from controller.agents.downloader.sources.oci_registry import RegistrySource
 from controller.agents.downloader.sources.web import HdfsSource, WebSource
 
 if TYPE_CHECKING:
     from controller.agents.downloader.core.fetch_plan import FileListing, RemoteFile
-    from controller.agents.downloader.environment import Environment
-    from controller.agents.downloader.transfer import HttpRequest, Transfer
+    from controller.agents.downloader.environment import EnvironmentReader
+    from controller.agents.downloader.transfer import HttpRequest, TransferClient
 
 RemotePlace = HubLocation | BucketLocation | AzureLocation | WebLocation | OciLocation | HdfsLocation
 
@@ -37,7 +37,7 @@ class RemoteSource(Protocol):
         """
         ...
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
+    async def build_request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The request for the file from ``start`` up to ``end``, made before every attempt, as signatures expire.
 
         Most ignore the range, because the fetcher sends it in a header.
@@ -45,7 +45,7 @@ class RemoteSource(Protocol):
         ...
 
 
-def source_for(place: RemotePlace, transfer: Transfer, environment: Environment) -> RemoteSource:  # noqa: PLR0911 - one a scheme
+def source_for(place: RemotePlace, transfer: TransferClient, environment: EnvironmentReader) -> RemoteSource:  # noqa: PLR0911 - one a scheme
     """Raises LibraryMissing with the package to install, and UriInvalid for settings that cannot be used."""
     match place:
         case HubLocation():

@@ -17,8 +17,8 @@ from controller.agents.downloader.transfer import HttpRequest, etag_in
 
 if TYPE_CHECKING:
     from controller.agents.downloader.core.uri import HdfsLocation, WebLocation
-    from controller.agents.downloader.environment import Environment
-    from controller.agents.downloader.transfer import SmallResponse, Transfer
+    from controller.agents.downloader.environment import EnvironmentReader
+    from controller.agents.downloader.transfer import SmallResponse, TransferClient
 
 _MOST_FILES: Final = 100_000
 
@@ -28,7 +28,7 @@ class WebSource:
     alone.
     """
 
-    def __init__(self, place: WebLocation, transfer: Transfer, environment: Environment) -> None:
+    def __init__(self, place: WebLocation, transfer: TransferClient, environment: EnvironmentReader) -> None:
         self._place = place
         self._transfer = transfer
         given = environment.get("ATTACHE_HTTP_HEADERS")
@@ -50,7 +50,7 @@ class WebSource:
         pinned = listing_digest([version, size, answer.headers.get("last-modified", "")])
         return FileListing(pinned, (file,))
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
+    async def build_request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The URL itself."""
         return self._request
 
@@ -86,7 +86,7 @@ class HdfsSource:
     ``WEBHDFS_SCHEME=https`` for a cluster with TLS. HDFS' checksums depend on its blocks: only sizes are compared.
     """
 
-    def __init__(self, place: HdfsLocation, transfer: Transfer, environment: Environment) -> None:
+    def __init__(self, place: HdfsLocation, transfer: TransferClient, environment: EnvironmentReader) -> None:
         self._place = place
         self._transfer = transfer
         scheme = environment.get("WEBHDFS_SCHEME") or "http"
@@ -121,7 +121,7 @@ class HdfsSource:
                     raise ContentRefused(f"hdfs://{self._place.authority}{self._place.path} has too many files")
         return FileListing(listing_digest(sorted(times)), tuple(files))
 
-    async def request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
+    async def build_request(self, file: RemoteFile, start: int, end: int | None) -> HttpRequest:
         """The range is in the query, not in a header."""
         length = {} if end is None else {"length": str(end - start)}
         return HttpRequest(self._url(file.locator, op="OPEN", offset=str(start), **length), has_range=True)

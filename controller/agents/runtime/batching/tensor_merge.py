@@ -38,7 +38,7 @@ _INTEGERS: Final = range(-(2**63), 2**63)
 _Attributes = tuple[tuple[str, bytes], ...]
 
 
-class TensorForm(msgspec.Struct, frozen=True):
+class TensorSignature(msgspec.Struct, frozen=True):
     """``attributes``: its other members as JSON, by name. ``trailing``: the shape without its first dimension.
     ``is_nested``: the data are lists by shape, rather than one list.
     """
@@ -48,7 +48,7 @@ class TensorForm(msgspec.Struct, frozen=True):
     is_nested: bool
 
 
-class BatchForm(msgspec.Struct, frozen=True):
+class BatchSignature(msgspec.Struct, frozen=True):
     """What requests that are joined have in common. ``members``: of the body. ``instance``: V1's, and ``inputs``:
     V2's.
     """
@@ -56,7 +56,7 @@ class BatchForm(msgspec.Struct, frozen=True):
     path: str
     members: _Attributes
     instance: Hashable = None
-    inputs: tuple[TensorForm, ...] = ()
+    inputs: tuple[TensorSignature, ...] = ()
 
 
 class BatchPart(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class BatchPart(msgspec.Struct, frozen=True):
     brackets around it. ``id``: of V2, as JSON; None without one.
     """
 
-    form: BatchForm
+    form: BatchSignature
     rows: int
     pieces: tuple[bytes, ...]
     id: bytes | None = None
@@ -131,7 +131,7 @@ def _v1_part(path: str, members: dict[str, Raw]) -> BatchPart:
         if found is None:
             raise _Uncertain
         kind = found
-    return BatchPart(BatchForm(path, _attributes(members), kind), len(instances), (_inner(text),))
+    return BatchPart(BatchSignature(path, _attributes(members), kind), len(instances), (_inner(text),))
 
 
 def _v2_part(path: str, members: dict[str, Raw]) -> BatchPart:
@@ -141,7 +141,7 @@ def _v2_part(path: str, members: dict[str, Raw]) -> BatchPart:
     tensors = _TENSORS.decode(members.pop("inputs", Raw(b"[]")))
     if not tensors:
         raise _Uncertain
-    rows, inputs, pieces = set[int](), list[TensorForm](), list[bytes]()
+    rows, inputs, pieces = set[int](), list[TensorSignature](), list[bytes]()
     for tensor in tensors:
         shape = _SHAPE.decode(tensor.pop("shape", Raw(b"[]")))
         text = bytes(tensor.pop("data", Raw(b"[]")))
@@ -149,11 +149,11 @@ def _v2_part(path: str, members: dict[str, Raw]) -> BatchPart:
             raise _Uncertain
         is_nested = _is_nested(_LIST.decode(text), shape)
         rows.add(shape[0])
-        inputs.append(TensorForm(_attributes(tensor), tuple(shape[1:]), is_nested))
+        inputs.append(TensorSignature(_attributes(tensor), tuple(shape[1:]), is_nested))
         pieces.append(_inner(text))
     if len(rows) != 1:
         raise _Uncertain
-    form = BatchForm(path, _attributes(members), inputs=tuple(inputs))
+    form = BatchSignature(path, _attributes(members), inputs=tuple(inputs))
     return BatchPart(form, rows.pop(), tuple(pieces), None if own_id is None else bytes(own_id))
 
 

@@ -135,7 +135,7 @@ class AcceleratorClaim(msgspec.Struct, frozen=True):
     shares: tuple[AcceleratorShare, ...] = ()
 
 
-class Nodes:
+class NodeAccelerators:
     """Free accelerators of nodes at one instant. Results are cached by kind, as kinds are queried repeatedly."""
 
     def __init__(self, nodes: Iterable[FreeNode] = ()) -> None:
@@ -144,20 +144,20 @@ class Nodes:
         self._fits: dict[tuple[str, int, int], int] = {}
         self._of_kind: dict[str, frozenset[NodeResource]] = {}
 
-    def free(self, kinds: Kinds) -> int:
+    def free_accelerators(self, kinds: Kinds) -> int:
         """Accelerators of these kinds; those that are of several of them count once."""
         if kinds not in self._free:
             self._free[kinds] = free_on_nodes(self._nodes, self._of_any(kinds))
         return self._free[kinds]
 
-    def fits(self, share: AcceleratorShare) -> int:
+    def replicas_on_empty_nodes(self, share: AcceleratorShare) -> int:
         """Replicas that fit on the nodes while no other pod runs there."""
         shape = share.kind, share.accelerators, share.pods
         if shape not in self._fits:
             self._fits[shape] = fitting_replicas(self._nodes, self._places(share.kind), share.accelerators, share.pods)
         return self._fits[shape]
 
-    def has(self, kind: str) -> bool:
+    def has_kind(self, kind: str) -> bool:
         """Whether a node has accelerators of a kind, free or not."""
         return bool(self._places(kind))
 
@@ -165,11 +165,11 @@ class Nodes:
         """What nodes call their accelerators."""
         return accelerator_kinds(self._nodes)
 
-    def overlap(self, kinds: Kinds, other: str) -> bool:
+    def kinds_overlap(self, kinds: Kinds, other: str) -> bool:
         """Whether some accelerators count as ``other``, too: ``H100`` and ``h100``, or ``NVIDIA-H100-80GB-HBM3``."""
         return other in kinds or not self._of_any(kinds).isdisjoint(self._places(other))
 
-    def pools(self, kinds: Kinds) -> set[Kinds]:
+    def pools_of_kinds(self, kinds: Kinds) -> set[Kinds]:
         """Which of these kinds have to share: each one with those that mean no others than it, as ``H100`` with
         ``h100`` and ``NVIDIA-H100-PCIe``; and all that overlap, directly or by way of others.
         """
@@ -177,14 +177,14 @@ class Nodes:
         rest = list(kinds)
         while rest:
             together: Kinds = (rest.pop(0),)
-            while near := tuple(one for one in rest if self.overlap(together, one)):
+            while near := tuple(one for one in rest if self.kinds_overlap(together, one)):
                 together += near
                 rest = [one for one in rest if one not in near]
             found.add(tuple(one for one in kinds if one in together))
         return found
 
     def _is_within(self, kind: str, other: str) -> bool:
-        return self.has(kind) and self._places(kind) <= self._places(other)
+        return self.has_kind(kind) and self._places(kind) <= self._places(other)
 
     def _of_any(self, kinds: Kinds) -> frozenset[NodeResource]:
         return self._places(kinds[0]) if len(kinds) == 1 else frozenset().union(*map(self._places, kinds))
@@ -196,29 +196,32 @@ class Nodes:
 
 
 def capacity_after_claims(
-    mine: AcceleratorClaim, kinds: Kinds, nodes: Nodes, others: Iterable[AcceleratorClaim]
+    mine: AcceleratorClaim, kinds: Kinds, nodes: NodeAccelerators, others: Iterable[AcceleratorClaim]
 ) -> int:
     """Accelerators of these kinds together that ``mine`` may still request. ``others``: all claims, with or without
     ``mine``.
     """
-    left = nodes.free(kinds) - sum(_promised(one, nodes) for one in _of(mine, kinds, nodes))
+    left = nodes.free_accelerators(kinds) - sum(_promised(one, nodes) for one in _of(mine, kinds, nodes))
     rest = [one for one in others if one.order != mine.order]
     left -= sum(_promised(share, nodes) for one in rest for share in _of(one, kinds, nodes))
     for one in sorted((each for each in rest if each.order < mine.order), key=lambda each: each.order):
         for share in _of(one, kinds, nodes):
-            fits = min(nodes.fits(share) - min(share.promised, nodes.fits(share)), max(0, left) // share.accelerators)
+            fits = min(
+                nodes.replicas_on_empty_nodes(share) - min(share.promised, nodes.replicas_on_empty_nodes(share)),
+                max(0, left) // share.accelerators,
+            )
             left -= min(share.lacks, fits) * share.accelerators
     return max(0, left)
 
 
-def headroom_in_replicas(share: AcceleratorShare, left: int, nodes: Nodes) -> int:
+def headroom_in_replicas(share: AcceleratorShare, left: int, nodes: NodeAccelerators) -> int:
     """Replicas of a target that it may have beyond what it was promised. ``left``: by ``capacity_after_claims``."""
-    return min(left // share.accelerators, max(0, nodes.fits(share) - share.promised))
+    return min(left // share.accelerators, max(0, nodes.replicas_on_empty_nodes(share) - share.promised))
 
 
-def _of(claim: AcceleratorClaim, kinds: Kinds, nodes: Nodes) -> Sequence[AcceleratorShare]:
-    return [one for one in claim.shares if nodes.overlap(kinds, one.kind)]
+def _of(claim: AcceleratorClaim, kinds: Kinds, nodes: NodeAccelerators) -> Sequence[AcceleratorShare]:
+    return [one for one in claim.shares if nodes.kinds_overlap(kinds, one.kind)]
 
 
-def _promised(share: AcceleratorShare, nodes: Nodes) -> int:
-    return min(share.promised, nodes.fits(share)) * share.accelerators
+def _promised(share: AcceleratorShare, nodes: NodeAccelerators) -> int:
+    return min(share.promised, nodes.replicas_on_empty_nodes(share)) * share.accelerators

@@ -151,7 +151,7 @@ def _pools(variants: Sequence[Variant], rules: AllocationRules, lows: Sequence[i
         found.append(_pool("the budget of cost", round(rules.cost_per_hour * _PRICE), prices, never, lows))
     for kind, limit in sorted(rules.accelerators.items()):
         what = f"the budget of accelerators of the kind {kind}"
-        units = [one.accelerators if one.is_of(kind) else 0 for one in variants]
+        units = [one.accelerators if one.matches_kind(kind) else 0 for one in variants]
         found.append(_pool(what, limit, units, never, lows))
     for pool, limit in sorted(rules.free.items()):
         what = f"what nodes have free of the kind {pool}"
@@ -274,7 +274,7 @@ def _less(rules: AllocationRules, taken: Sequence[tuple[Variant, int]]) -> Alloc
         rules,
         cost_per_hour=cost,
         accelerators={
-            kind: max(0, limit - sum(one.accelerators * n for one, n in taken if one.is_of(kind)))
+            kind: max(0, limit - sum(one.accelerators * n for one, n in taken if one.matches_kind(kind)))
             for kind, limit in rules.accelerators.items()
         },
         free={
@@ -295,7 +295,7 @@ def _keeps(found: Mapping[str, Allocation], variants: Mapping[str, Sequence[Vari
     if rules.cost_per_hour is not None and sum(one.cost * n for one, n in rows) > rules.cost_per_hour:
         return False
     if any(
-        sum(one.accelerators * n for one, n in rows if one.is_of(kind)) > limit
+        sum(one.accelerators * n for one, n in rows if one.matches_kind(kind)) > limit
         for kind, limit in rules.accelerators.items()
     ):
         return False

@@ -82,12 +82,15 @@ class AllocationProblem(msgspec.Struct, frozen=True, kw_only=True):
         return self.kept[index] * running + self.fresh[index] * (replicas - running)
 
     @property
-    def has_balance(self) -> bool:
+    def can_meet_on_demand_share(self) -> bool:
         """Whether enough of the capacity could be on demand, were there no pools."""
         pairs = zip(self.spot, self.lows, self.highs, strict=True)
-        return sum(self.balance(i, low if is_spot else high) for i, (is_spot, low, high) in enumerate(pairs)) >= 0
+        return (
+            sum(self.on_demand_surplus(i, low if is_spot else high) for i, (is_spot, low, high) in enumerate(pairs))
+            >= 0
+        )
 
-    def balance(self, index: int, replicas: int) -> int:
+    def on_demand_surplus(self, index: int, replicas: int) -> int:
         """What they add to capacity on demand beyond the share that must be; negative for spot."""
         share = -self.on_demand if self.spot[index] else SHARES - self.on_demand
         return share * self.capacity[index] * replicas
@@ -102,7 +105,7 @@ class Solution(msgspec.Struct, frozen=True):
 
 def solve(problem: AllocationProblem, effort: int = EFFORT) -> Solution | None:
     """None: no answer keeps the share on demand, or none was found with ten times the effort."""
-    if problem.on_demand and not problem.has_balance:
+    if problem.on_demand and not problem.can_meet_on_demand_share:
         return None
     search = _Search(problem, effort)
     search.run()
@@ -162,12 +165,16 @@ class _Search:
 
     def _balance_gain(self, index: int) -> int:
         problem = self._problem
-        return max(0, problem.balance(index, problem.highs[index] - problem.lows[index])) if problem.on_demand else 0
+        return (
+            max(0, problem.on_demand_surplus(index, problem.highs[index] - problem.lows[index]))
+            if problem.on_demand
+            else 0
+        )
 
     def run(self) -> None:
         problem = self._problem
         weight = sum(problem.weight(index, low) for index, low in enumerate(problem.lows))
-        balance = sum(problem.balance(index, low) for index, low in enumerate(problem.lows))
+        balance = sum(problem.on_demand_surplus(index, low) for index, low in enumerate(problem.lows))
         state = (balance, *(pool.left for pool in problem.pools))
         if len(self._relaxed) > 1:
             # where limits bind, first guesses may be wrong early: search broadly first
@@ -277,7 +284,7 @@ class _Search:
             if spare < 0:
                 return -1
             if self._problem.spot[index]:
-                most = min(most, spare // -self._problem.balance(index, 1))
+                most = min(most, spare // -self._problem.on_demand_surplus(index, 1))
         for pool, left in zip(self._problem.pools, state[1:], strict=True):
             if pool.units[index]:
                 most = min(most, max(0, pool.free_until[index] - low) + left // pool.units[index])
@@ -287,7 +294,7 @@ class _Search:
         problem, low = self._problem, self._problem.lows[index]
         balance, *lefts = state
         if problem.on_demand:
-            balance += problem.balance(index, replicas - low)
+            balance += problem.on_demand_surplus(index, replicas - low)
         for place, pool in enumerate(problem.pools):
             free = pool.free_until[index]
             lefts[place] -= pool.units[index] * (max(0, replicas - free) - max(0, low - free))
@@ -372,7 +379,7 @@ def priced_weight(problem: AllocationProblem, prices: DualPrices, index: int, *,
         if price and (is_fresh or not pool.free_until[index]):
             weight += price * pool.units[index]
     if prices.on_demand:
-        weight -= prices.on_demand * problem.balance(index, 1)
+        weight -= prices.on_demand * problem.on_demand_surplus(index, 1)
     return weight
 
 
@@ -411,7 +418,7 @@ class LowerBoundTable:
 def find_dual_prices(problem: AllocationProblem, need: int) -> DualPrices:
     """Good prices for what carrying ``need`` would exceed: coordinate ascent, each price by halving a range."""
     limits = [float(pool.left) for pool in problem.pools]
-    limits.append(float(sum(problem.balance(i, low) for i, low in enumerate(problem.lows))))
+    limits.append(float(sum(problem.on_demand_surplus(i, low) for i, low in enumerate(problem.lows))))
     limited = [*range(len(problem.pools)), *([len(problem.pools)] if problem.on_demand else [])]
     prices = [0.0] * len(limits)
     rows = _rows(problem, need) if limited else []
@@ -436,7 +443,7 @@ def _rows(problem: AllocationProblem, need: int) -> list[_Row]:
             float(pool.units[part.variant]) if part.is_fresh or not pool.free_until[part.variant] else 0.0
             for pool in problem.pools
         ]
-        uses.append(-float(problem.balance(part.variant, 1)))
+        uses.append(-float(problem.on_demand_surplus(part.variant, 1)))
         rows.append((part.weight / SCALE, float(part.capacity), float(part.count), tuple(uses)))
     return rows
 
@@ -529,13 +536,13 @@ def _change(problem: AllocationProblem, index: int, replicas: int, by: int) -> _
         pool.units[index] * (max(0, replicas - pool.free_until[index]) - max(0, replicas + by - pool.free_until[index]))
         for pool in problem.pools
     ]
-    balance = problem.balance(index, by) if problem.on_demand else 0
+    balance = problem.on_demand_surplus(index, by) if problem.on_demand else 0
     return weight, problem.capacity[index] * by, balance, *pools
 
 
 def _limits(problem: AllocationProblem, replicas: Sequence[int]) -> list[int]:
     """The balance, and what is left of each pool."""
-    found = [sum(problem.balance(index, n) for index, n in enumerate(replicas)) if problem.on_demand else 0]
+    found = [sum(problem.on_demand_surplus(index, n) for index, n in enumerate(replicas)) if problem.on_demand else 0]
     for pool in problem.pools:
         rows = zip(pool.units, replicas, problem.lows, pool.free_until, strict=True)
         found.append(pool.left - sum(unit * (max(0, n - free) - max(0, low - free)) for unit, n, low, free in rows))

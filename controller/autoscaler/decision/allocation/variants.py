@@ -49,7 +49,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     accelerators: int = 1
     pools: tuple[str, ...] | None = None
 
-    def is_of(self, kind: str) -> bool:
+    def matches_kind(self, kind: str) -> bool:
         """Whether a budget for this kind is for it, however it is spelled."""
         return self.accelerator is not None and matches_accelerator(self.accelerator, kind)
 
@@ -159,7 +159,7 @@ class _Assignment:
             if cost + more * one.cost > rules.cost_per_hour + _NOTHING:
                 return "the budget of cost leaves no room for more"
         for kind, limit in rules.accelerators.items():
-            if one.is_of(kind) and self._taken(kind) + more * one.accelerators > limit:
+            if one.matches_kind(kind) and self._taken(kind) + more * one.accelerators > limit:
                 return f"the budget of accelerators of the kind {kind} leaves no room for more"
         fresh = (max(0, count - one.running) - max(0, count - more - one.running)) * one.accelerators
         for pool, limit in rules.free.items():
@@ -177,7 +177,9 @@ class _Assignment:
         return ""
 
     def _taken(self, kind: str) -> int:
-        return sum(one.accelerators * self.replicas[one.name] for one in self._variants.values() if one.is_of(kind))
+        return sum(
+            one.accelerators * self.replicas[one.name] for one in self._variants.values() if one.matches_kind(kind)
+        )
 
     def _fresh(self, pool: str) -> int:
         return sum(

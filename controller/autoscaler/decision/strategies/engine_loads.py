@@ -29,7 +29,7 @@ import msgspec
 
 from controller.api.autoscaling import GATEWAY_METRICS
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.situation import Engine, EngineReport, EngineState, Metric, Situation
+from controller.autoscaler.decision.situation import Engine, EngineReport, EngineState, MetricReading, Situation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -60,30 +60,32 @@ def running_requests(report: EngineReport) -> float:
     return max(report.in_flight - (report.waiting or 0.0), 0.0)
 
 
-def gateway_metric(name: str, situation: Situation) -> Metric:
+def gateway_metric(name: str, situation: Situation) -> MetricReading:
     """A metric of this module by its name."""
     at_s = situation.now_s - situation.freshness.age_s
     if name == "kv_usage":
-        return Metric(at_s=at_s, by_engine=_kv_usage(situation))
+        return MetricReading(at_s=at_s, by_engine=_kv_usage(situation))
     if name == "requests_per_second":
         return _arrivals(situation, at_s)
     if name not in _TOTALS:
-        return Metric(at_s=at_s, problem=f"the gateway has no metric {name}; it has {', '.join(GATEWAY_METRICS)}")
+        return MetricReading(
+            at_s=at_s, problem=f"the gateway has no metric {name}; it has {', '.join(GATEWAY_METRICS)}"
+        )
     of_engine, of_gateways = _TOTALS[name]
     return _sum(situation, at_s, of_engine, of_gateways)
 
 
 def _kv_usage(situation: Situation) -> dict[str, float]:
-    reports = {one.name: recent_report(situation, one) for one in situation.ready}
+    reports = {one.name: recent_report(situation, one) for one in situation.ready_engines}
     usages = {name: kv_cache_usage(report) for name, report in reports.items() if report is not None}
     return {name: usage for name, usage in usages.items() if usage is not None}
 
 
-def _arrivals(situation: Situation, at_s: float) -> Metric:
+def _arrivals(situation: Situation, at_s: float) -> MetricReading:
     rates = situation.traffic.rates(RATE_WINDOW_S, situation.now_s)
     if rates is None:
-        return Metric(at_s=at_s, problem="arrivals have not been counted for long enough")
-    return Metric(at_s=at_s, total=rates.arrivals, is_lower_bound=bool(situation.freshness.silent))
+        return MetricReading(at_s=at_s, problem="arrivals have not been counted for long enough")
+    return MetricReading(at_s=at_s, total=rates.arrivals, is_lower_bound=bool(situation.freshness.silent))
 
 
 def _sum(
@@ -91,7 +93,7 @@ def _sum(
     at_s: float,
     of_engine: Callable[[EngineReport], float | None],
     of_gateways: Callable[[Situation], float],
-) -> Metric:
+) -> MetricReading:
     total, is_lower_bound = of_gateways(situation), bool(situation.freshness.silent)
     for engine in situation.engines:
         if engine.state is EngineState.DRAINING:
@@ -100,7 +102,7 @@ def _sum(
         value = of_engine(report) if report is not None else None
         total += value or 0.0
         is_lower_bound = is_lower_bound or (value is None and engine.state is EngineState.READY)
-    return Metric(at_s=at_s, total=total, is_lower_bound=is_lower_bound)
+    return MetricReading(at_s=at_s, total=total, is_lower_bound=is_lower_bound)
 
 
 _TOTALS: Final[dict[str, tuple[Callable[[EngineReport], float | None], Callable[[Situation], float]]]] = {
@@ -160,7 +162,7 @@ def round_down_units(units: float, situation: Situation) -> float:
 
 def scale_in_step(situation: Situation, units: float = 1.0) -> float:
     """``units`` fewer than now, but not below the last replica: only the idle rule removes that one."""
-    current = situation.current
+    current = situation.current_replicas
     return max(current - units, min(current, 1.0))
 
 
@@ -168,7 +170,7 @@ def scale_out_only(
     strategy: str, situation: Situation, replicas: float, reason: str, inputs: Mapping[str, float], why_unsure: str
 ) -> Recommendation:
     """A recommendation from incomplete data: it may scale out; otherwise the replicas are None."""
-    if replicas > situation.current:
+    if replicas > situation.current_replicas:
         return Recommendation(strategy, replicas, reason, inputs)
     return Recommendation(strategy, None, f"{why_unsure}, so it does not scale in; otherwise: {reason}", inputs)
 

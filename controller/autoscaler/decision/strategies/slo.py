@@ -97,7 +97,7 @@ class SloStrategy(msgspec.Struct, frozen=True):
         if not shares:
             return Recommendation(self.name, None, "no latency is known of the last minute"), after
         share = statistics.fmean(one.value for one in shares)
-        current, ready = situation.current, ready_units(situation)
+        current, ready = situation.current_replicas, ready_units(situation)
         desired = self.desired(share, current, ready, situation)
         inputs = {"share_of_objective": share, "ready_replicas": ready}
         reason = f"latency is {share:.2f} of its objective (fewer below {self.parameters.scale_down_threshold:g}, "

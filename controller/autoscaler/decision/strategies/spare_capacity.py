@@ -59,7 +59,7 @@ class SpareCapacityStrategy(msgspec.Struct, frozen=True):
 
     def recommend(self, situation: Situation, memory: None) -> tuple[Recommendation, None]:  # noqa: ARG002 - it needs none
         """One more, one fewer, or the current replicas."""
-        loads, current = ready_loads(situation), situation.current
+        loads, current = ready_loads(situation), situation.current_replicas
         if nothing := unmeasured_recommendation(self.name, loads):
             return nothing, None
         units = sum(load.units for load in loads)

@@ -25,7 +25,7 @@ from controller.api.autoscaling import MetricTarget
 from controller.api.common import Count, Positive
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.situation import EngineState, Metric
+from controller.autoscaler.decision.situation import EngineState, MetricReading
 from controller.autoscaler.decision.strategies.engine_loads import (
     gateway_metric,
     ready_units,
@@ -102,7 +102,7 @@ class StepStrategy(msgspec.Struct, frozen=True):
         if not known:
             return Recommendation(self.name, None, doubts or "there are no metrics"), None
         name = max(known, key=known.__getitem__)
-        ratio, current, ready = known[name], situation.current, ready_units(situation)
+        ratio, current, ready = known[name], situation.current_replicas, ready_units(situation)
         inputs = {f"{one}_ratio": value for one, value in known.items()} | {"ready_replicas": ready}
         reason = f"{name} is {ratio:.2f} times its target"
         above = [one for one in self.parameters.scale_up if ratio > one.ratio]
@@ -126,7 +126,7 @@ def metric_ratio(wanted: MetricTarget, situation: Situation) -> MetricRatio:
     if wanted.source == "Gateway":
         metric = gateway_metric(wanted.name, situation)
     else:
-        metric = situation.metrics.get(wanted.name, Metric(at_s=situation.now_s, problem="no value yet"))
+        metric = situation.metrics.get(wanted.name, MetricReading(at_s=situation.now_s, problem="no value yet"))
     units = {
         engine.name: target.capacity
         for target in situation.targets

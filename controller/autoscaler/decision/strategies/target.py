@@ -32,7 +32,7 @@ from controller.api.autoscaling import MetricTarget
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.behavior import DEFAULT_TOLERANCE, hpa_tolerance
 from controller.autoscaler.decision.decision import Recommendation
-from controller.autoscaler.decision.situation import EngineState, Metric, Situation
+from controller.autoscaler.decision.situation import EngineState, MetricReading, Situation
 from controller.autoscaler.decision.strategies.engine_loads import are_units_replicas, gateway_metric
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Tolerance(msgspec.Struct, frozen=True):
         return 1.0 - self.down <= ratio <= 1.0 + self.up
 
 
-class EnginePool(msgspec.Struct, frozen=True):
+class EngineUnits(msgspec.Struct, frozen=True):
     """Engines as the calculation sees them, each with the units that it counts. ``unready``: not serving yet."""
 
     current: float
@@ -100,12 +100,12 @@ class TargetStrategy(msgspec.Struct, frozen=True):
             ), None
         return Recommendation(self.name, largest.replicas, largest.reason, inputs), None
 
-    def proposal(self, wanted: MetricTarget, situation: Situation, pool: EnginePool) -> Proposal:
+    def proposal(self, wanted: MetricTarget, situation: Situation, pool: EngineUnits) -> Proposal:
         """Of one metric."""
         if wanted.source == "Gateway":
             metric = gateway_metric(wanted.name, situation)
         else:
-            metric = situation.metrics.get(wanted.name, Metric(at_s=situation.now_s, problem="no value yet"))
+            metric = situation.metrics.get(wanted.name, MetricReading(at_s=situation.now_s, problem="no value yet"))
         if metric.by_engine is not None and wanted.total:
             metric = _summed(metric, pool)
         target = _milli(wanted.value)
@@ -124,7 +124,7 @@ class TargetStrategy(msgspec.Struct, frozen=True):
         return Proposal(found.replicas, reason, found.ratio, is_sure)
 
 
-def engine_pool(situation: Situation, *, with_ordered: bool = False) -> EnginePool:
+def engine_pool(situation: Situation, *, with_ordered: bool = False) -> EngineUnits:
     """The engines of all targets. Those that drain are left out. ``with_ordered``: replicas without a pod are
     unready.
     """
@@ -138,11 +138,13 @@ def engine_pool(situation: Situation, *, with_ordered: bool = False) -> EnginePo
         ordered = (target.current or 0) - len(target.engines_in_state(EngineState.READY)) - len(coming)
         if with_ordered and ordered > 0:
             unready[f"{target.name}: ordered"] = ordered * target.capacity
-    return EnginePool(current=situation.current, ready=ready, unready=unready, whole=are_units_replicas(situation))
+    return EngineUnits(
+        current=situation.current_replicas, ready=ready, unready=unready, whole=are_units_replicas(situation)
+    )
 
 
 def replicas_for_engine_metric(
-    values: Mapping[str, int], target: int, pool: EnginePool, tolerance: Tolerance
+    values: Mapping[str, int], target: int, pool: EngineUnits, tolerance: Tolerance
 ) -> Proposal:
     """A metric by engine; ``values`` and ``target`` in thousandths."""
     measured = [name for name in pool.ready if name in values]
@@ -162,7 +164,7 @@ def replicas_for_engine_metric(
 
 
 def _corrected(
-    first: Proposal, pool: EnginePool, tolerance: Tolerance, *, total: float, units: float, target: int
+    first: Proposal, pool: EngineUnits, tolerance: Tolerance, *, total: float, units: float, target: int
 ) -> Proposal:
     """With what engines without values may have: at the target against shrinking, idle against growing."""
     missing, ratio = sum(pool.ready.values()) - units, first.ratio
@@ -181,7 +183,7 @@ def _corrected(
 
 
 def replicas_for_total_metric(
-    total: int, target: int, pool: EnginePool, tolerance: Tolerance, *, for_all: bool
+    total: int, target: int, pool: EngineUnits, tolerance: Tolerance, *, for_all: bool
 ) -> Proposal:
     """One value for all replicas, in thousandths. ``for_all``: so is the target."""
     reason = f"is {total / 1000:g} in all"
@@ -196,10 +198,10 @@ def replicas_for_total_metric(
     return Proposal(pool.ceil(total / target), reason, ratio if pool.current else 1.0)
 
 
-def _summed(metric: Metric, pool: EnginePool) -> Metric:
+def _summed(metric: MetricReading, pool: EngineUnits) -> MetricReading:
     values = {name: value for name, value in (metric.by_engine or {}).items() if math.isfinite(value)}
     is_lower_bound = not pool.ready.keys() <= values.keys()
-    return Metric(at_s=metric.at_s, total=sum(values.values()), is_lower_bound=is_lower_bound)
+    return MetricReading(at_s=metric.at_s, total=sum(values.values()), is_lower_bound=is_lower_bound)
 
 
 def _mean(total: float, units: float) -> float:

@@ -71,14 +71,14 @@ class TokensParameters(Spec, frozen=True):
     max_sequences: Count = 256
 
 
-class Lengths(msgspec.Struct, frozen=True):
+class MeanTokenLengths(msgspec.Struct, frozen=True):
     """Mean tokens of a prompt and of an answer."""
 
     prompt: float = 0.0
     answer: float = 0.0
 
     @property
-    def kind(self) -> str:
+    def length_class(self) -> str:
         """The length class, by the answer."""
         return "short" if self.answer < 100 else "medium" if self.answer < 500 else "long"
 
@@ -90,7 +90,7 @@ class TokensMemory(msgspec.Struct, frozen=True):
 
     observed: Mapping[str, tuple[float, ...]] = {}
     capacities: Mapping[str, float] = {}
-    lengths: Lengths = Lengths()
+    lengths: MeanTokenLengths = MeanTokenLengths()
 
 
 class _Counted(msgspec.Struct, frozen=True):
@@ -122,7 +122,7 @@ class TokensStrategy(msgspec.Struct, frozen=True):
         spare = ready - demand / self.parameters.scale_down_utilization
         inputs = {"demand_tokens": demand, "ready_capacity_tokens": ready, "replica_capacity_tokens": unit}
         message = f"{demand:.0f} tokens in use or waiting, {ready:.0f} fit into ready engines, {unit:.0f} into one"
-        current = situation.current
+        current = situation.current_replicas
         if required > 0:
             desired = current + round_up_units(required / unit, situation)
             return Recommendation(
@@ -152,7 +152,9 @@ class TokensStrategy(msgspec.Struct, frozen=True):
                     continue
                 demand += used + waiting * lengths.prompt
                 if cache:
-                    own.append(self._capacity(f"{target.name}|{lengths.kind}", observed, lengths, cache, used, waiting))
+                    own.append(
+                        self._capacity(f"{target.name}|{lengths.length_class}", observed, lengths, cache, used, waiting)
+                    )
             if own:
                 capacities[target.name] = statistics.median(own)
         return _Counted(TokensMemory(observed, capacities, lengths), demand, unknown)
@@ -161,7 +163,7 @@ class TokensStrategy(msgspec.Struct, frozen=True):
         self,
         key: str,
         observed: dict[str, tuple[float, ...]],
-        lengths: Lengths,
+        lengths: MeanTokenLengths,
         cache: float,
         used: float,
         waiting: float,
@@ -177,7 +179,7 @@ class TokensStrategy(msgspec.Struct, frozen=True):
         return min(memory_bound, derived) if derived > 0 else memory_bound
 
 
-def steady_tokens(lengths: Lengths, max_batched_tokens: float, max_sequences: float) -> float:
+def steady_tokens(lengths: MeanTokenLengths, max_batched_tokens: float, max_sequences: float) -> float:
     """Tokens in use of an engine that is as busy as its scheduler allows; 0 if lengths are unknown."""
     if lengths.answer <= 0:
         return 0.0
@@ -185,11 +187,11 @@ def steady_tokens(lengths: Lengths, max_batched_tokens: float, max_sequences: fl
     return sequences * (lengths.prompt + lengths.answer / 2)
 
 
-def _lengths(situation: Situation) -> Lengths | None:
+def _lengths(situation: Situation) -> MeanTokenLengths | None:
     rates = situation.traffic.rates(LENGTH_WINDOW_S, situation.now_s)
     if rates is None or rates.finished <= 0:
         return None
-    return Lengths(rates.prompt_tokens / rates.finished, rates.output_tokens / rates.finished)
+    return MeanTokenLengths(rates.prompt_tokens / rates.finished, rates.output_tokens / rates.finished)
 
 
 def _cache(load: WeightedEngineLoad, target: TargetSituation) -> float:
@@ -223,7 +225,7 @@ def _supply(situation: Situation, memory: TokensMemory) -> float:
     return sum((_capacity_of(one, situation, memory) or 0.0) * counts[one.name] for one in situation.targets)
 
 
-def _at_gateways(situation: Situation, lengths: Lengths) -> float:
+def _at_gateways(situation: Situation, lengths: MeanTokenLengths) -> float:
     """Tokens that wait, and those of their answers, unless other engines write these."""
     answers = 0.0 if situation.targets[0].spec.stage == "Prefill" else situation.waiting.requests * lengths.answer
     return situation.waiting.tokens + answers

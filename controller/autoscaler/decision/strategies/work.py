@@ -176,7 +176,7 @@ class PeakReplicas(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class ModelCorrection(msgspec.Struct, frozen=True, kw_only=True):
+class LatencyCorrection(msgspec.Struct, frozen=True, kw_only=True):
     """``factor``: see the module. ``at_s``: time of its last update. ``enough_since_s``: since when no more replicas
     were called for than were ready; None: more are called for. ``ready``: replicas; ``steady_since_s``: since when
     their number is constant, nothing waits and none starts. ``most`` and ``fewest``: replicas ready in the time of
@@ -194,18 +194,18 @@ class ModelCorrection(msgspec.Struct, frozen=True, kw_only=True):
 
 def correct_for_latency(
     situation: Situation,
-    before: ModelCorrection | None,
+    before: LatencyCorrection | None,
     *,
     needed: float,
     work: RequestWork,
     speed: Speed,
     guard: bool,
-) -> ModelCorrection:
+) -> LatencyCorrection:
     """``needed``: replicas for load as it is, by the model. ``guard``: whether measured latencies count at all."""
     now_s, ready = situation.now_s, situation.engine_units(EngineState.READY)
-    before = before or ModelCorrection(at_s=now_s, ready=ready, steady_since_s=now_s)
+    before = before or LatencyCorrection(at_s=now_s, ready=ready, steady_since_s=now_s)
     elapsed_s = min(_MOST_ELAPSED_S, max(0.0, now_s - before.at_s))
-    is_calm = not situation.waiting.requests and not situation.starting
+    is_calm = not situation.waiting.requests and not situation.starting_engines
     steady_since_s = before.steady_since_s if is_calm and ready == before.ready else now_s
     # waiting requests are late for another reason: they arrived when there were too few replicas
     is_enough = needed * before.factor <= ready and not situation.waiting.requests
@@ -225,7 +225,7 @@ def correct_for_latency(
         elif not situation.waiting.requests and most.replicas <= _AS_MANY * ready:
             measured = measured_correction(situation, most.replicas, work, speed)
             factor = factor if measured is None else _towards(before.factor, measured, elapsed_s)
-    return ModelCorrection(
+    return LatencyCorrection(
         at_s=now_s,
         factor=min(MOST_CORRECTION, max(LEAST_CORRECTION, factor)),
         enough_since_s=since_s,
@@ -297,7 +297,7 @@ class WorkMemory(msgspec.Struct, frozen=True):
     """``at_s``: of the last answer. ``correction``: None before the first one. ``peaks``: None as well."""
 
     at_s: float
-    correction: ModelCorrection | None = None
+    correction: LatencyCorrection | None = None
     peaks: LoadPeaks | None = None
 
     def without_load(self, now_s: float) -> WorkMemory:
@@ -383,8 +383,8 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         carried = correction.factor * max(need.replicas, now.replicas * crowded)
         wanted = max(carried, for_backlog)
         reason = _reason(need, load, rate, wanted, for_backlog > carried, correction.factor)
-        if wanted < situation.current:
-            wanted = min(situation.current, wanted * _SCALE_IN_ROOM)
+        if wanted < situation.current_replicas:
+            wanted = min(situation.current_replicas, wanted * _SCALE_IN_ROOM)
         inputs = {
             "arrivals_per_s": load.arrivals_per_s,
             "arrivals_per_s_ahead": rate,
@@ -436,7 +436,7 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         """Without speeds: by requests in flight, and never fewer than now."""
         in_flight = sum(one.report.in_flight for one in situation.engines if one.report is not None)
         requests = in_flight + situation.waiting.requests
-        replicas = max(situation.current, requests / _IN_FLIGHT)
+        replicas = max(situation.current_replicas, requests / _IN_FLIGHT)
         reason = f"speeds are not known yet: {requests} requests, {_IN_FLIGHT} for each replica, never fewer than now"
         return Recommendation(self.name, replicas, reason, {"requests": float(requests)})
 
@@ -456,7 +456,7 @@ def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: S
     waiting = situation.waiting
     # one request in an engine's queue waits for the next step, as it should
     in_engines = sum(
-        max(0.0, (engine.report.waiting or 0.0) - 1) for engine in situation.ready if engine.report is not None
+        max(0.0, (engine.report.waiting or 0.0) - 1) for engine in situation.ready_engines if engine.report is not None
     )
     backlog = waiting.requests * work.decode_s
     if work.prefill_s > 0:

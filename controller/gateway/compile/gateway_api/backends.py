@@ -10,10 +10,10 @@ import msgspec
 
 from controller.gateway.compile.gateway_api.resource_types import GRPC_ROUTE
 from controller.gateway.compile.inference_pools import SETTINGS, server_key
-from controller.gateway.compile.source_objects import to_bytes
+from controller.gateway.compile.source_objects import to_canonical_json
 from controller.kube.conditions import WantedCondition, condition_false
 from controller.kube.resources import identity_of
-from extproc.api.addresses import is_guarded, join_host_port
+from extproc.api.addresses import is_local_or_metadata_host, join_host_port
 from extproc.api.error_hints import is_ip
 from extproc.api.http_route import ATTACHE_GROUP
 from extproc.api.spec import API_VERSION, namespace_of, object_key
@@ -101,7 +101,7 @@ def parse_endpoint_slice(thing: Mapping[str, Any]) -> EndpointSlice | None:
     for one in thing.get("endpoints") or ():
         conditions = one.get("conditions") or {}
         # an API server lets users write slices of their own, and checks less
-        addresses = [text for text in one.get("addresses") or () if is_ip(text) and not is_guarded(text)]
+        addresses = [text for text in one.get("addresses") or () if is_ip(text) and not is_local_or_metadata_host(text)]
         # endpoints without the condition ``ready`` count as ready
         if conditions.get("ready") is not False:
             ready += addresses
@@ -170,7 +170,7 @@ def unresolved_document(namespace: str, name: str) -> bytes:
 
 def _document(namespace: str, name: str, spec: Mapping[str, Any]) -> bytes:
     metadata = {"name": name, "namespace": namespace}
-    return to_bytes({"apiVersion": API_VERSION, "kind": "Backend", "metadata": metadata, "spec": spec})
+    return to_canonical_json({"apiVersion": API_VERSION, "kind": "Backend", "metadata": metadata, "spec": spec})
 
 
 def _addresses(slices: Iterable[EndpointSlice], port: str, *, leaving: bool) -> Iterator[str]:
@@ -195,7 +195,7 @@ class ReferenceGrants:
                     who = source.namespace or "", source.group, source.kind
                     self._names.setdefault((*place, *who), set()).add(target.name)
 
-    def allow(self, source: tuple[str, str, str], target: tuple[str, str, str], name: str) -> bool:
+    def allows(self, source: tuple[str, str, str], target: tuple[str, str, str], name: str) -> bool:
         """Whether ``source`` may refer to ``name`` in ``target``; each is namespace, group and kind."""
         if source[0] == target[0]:
             return True
@@ -218,7 +218,7 @@ class BackendResolution(msgspec.Struct, frozen=True, kw_only=True):
     references: tuple[tuple[str, str], ...] = ()
 
 
-class BackendReferences:
+class BackendReferenceResolver:
     """``servers``: keys of ModelServers that can be used, those of pools included; ``calls``: of those that are called
     by gRPC.
     """
@@ -248,7 +248,7 @@ class BackendReferences:
         if (group, kind) not in (("", "Service"), (POOL_GROUP, "InferencePool"), (ATTACHE_GROUP, "ModelServer")):
             message = f"{group or 'core'}/{kind} is no kind of backend; Service, InferencePool and ModelServer are"
             return _unresolved(namespace, "InvalidKind", message)
-        if not self._grants.allow((namespace, route.group, route.kind), (target, group, kind), name):
+        if not self._grants.allows((namespace, route.group, route.kind), (target, group, kind), name):
             message = f"no ReferenceGrant of the namespace {target} lets this route use the {kind} {name}"
             return _unresolved(namespace, "RefNotPermitted", message)
         match kind:

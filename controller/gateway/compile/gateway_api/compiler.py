@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from controller.gateway.compile.gateway_api.backends import (
     UNRESOLVED,
-    BackendReferences,
+    BackendReferenceResolver,
     ReferenceGrants,
     ServiceBackend,
     backend_document,
@@ -77,7 +77,7 @@ class GatewayApiCompiler:
         if kind == "Service" and key == self._settings.advertised_service:
             self._stale.gateways = True
 
-    def gateway_configs_changed(self) -> None:
+    def on_gateway_configs_changed(self) -> None:
         """A GatewayConfig was added, changed or deleted."""
         self._stale.gateways = True
 
@@ -112,7 +112,7 @@ class GatewayApiCompiler:
         found = frozenset(pointer for one in self._listeners() for pointer in one.pointers)
         return found | {_DEFINITION} if any(map(_is_ours, self._observed.classes.values())) else found
 
-    def files(self) -> Mapping[str, bytes]:
+    def certificate_files(self) -> Mapping[str, bytes]:
         """Files of certificates."""
         return {name: content for found in self._listeners() for name, content in found.files.items()}
 
@@ -127,15 +127,15 @@ class GatewayApiCompiler:
             for key, result in self._gateways.items()
         }
 
-    def documents(self) -> Iterator[tuple[str, str, bytes]]:
+    def backend_documents(self) -> Iterator[tuple[str, str, bytes]]:
         """Kind, key and content of what routes name."""
         for key, document in self._backends.documents.items():
             yield "Backend", key, document
-        unresolved = {namespace_of(key) for (_, key), found in self._routes.items() if found.needs_unresolved}
+        unresolved = {namespace_of(key) for (_, key), found in self._routes.items() if found.needs_unresolved_backend}
         for namespace in sorted(unresolved):
             yield "Backend", f"{namespace}/{UNRESOLVED}", unresolved_document(namespace, UNRESOLVED)
 
-    def routes(self) -> Iterator[tuple[tuple[str, str], bytes]]:
+    def route_documents(self) -> Iterator[tuple[tuple[str, str], bytes]]:
         """Kind, key and content of the HTTPRoutes and GRPCRoutes that are served."""
         for key, found in self._routes.items():
             if found.document is not None:
@@ -223,8 +223,8 @@ class GatewayApiCompiler:
         hosts = {one.name: (one.spec.hostname or ANY_HOST).lower() for one in self._listeners()}
         return find_rivals((one.claim for one in self._routes.values()), hosts)
 
-    def _references(self) -> BackendReferences:
-        return BackendReferences(
+    def _references(self) -> BackendReferenceResolver:
+        return BackendReferenceResolver(
             services=self._observed.services,
             pools=self._observed.pools,
             servers=self._servers,

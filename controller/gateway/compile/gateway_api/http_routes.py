@@ -11,7 +11,7 @@ from controller.gateway.compile.gateway_api.backends import BackendResolution
 from controller.gateway.compile.gateway_api.listeners import AttachingRoute, ParentResult
 from controller.gateway.compile.gateway_api.resource_types import CONTROLLER_NAME, GROUP
 from controller.gateway.compile.gateway_api.route_conflicts import RouteClaim
-from controller.gateway.compile.source_objects import to_bytes
+from controller.gateway.compile.source_objects import to_canonical_json
 from controller.kube.conditions import (
     IN_DIRECTORY,
     WantedCondition,
@@ -28,7 +28,7 @@ from extproc.api.yaml_documents import Document
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from controller.gateway.compile.gateway_api.backends import BackendReferences
+    from controller.gateway.compile.gateway_api.backends import BackendReferenceResolver
     from controller.gateway.compile.gateway_api.listeners import Listeners
     from controller.gateway.compile.gateway_api.resource_types import PoolSpec, Route
     from controller.gateway.compile.gateway_api.route_conflicts import Rivals
@@ -89,7 +89,7 @@ class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
     status: WantedStatus
 
     @property
-    def needs_unresolved(self) -> bool:
+    def needs_unresolved_backend(self) -> bool:
         """Whether its document names the Backend that stands for references that cannot be resolved."""
         return self.document is not None and any(one.problem is not None for one in self.resolutions)
 
@@ -100,7 +100,7 @@ class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compile_http_route(
-    route: Route, listeners: Listeners, references: BackendReferences, gateway: str | None, rivals: Rivals
+    route: Route, listeners: Listeners, references: BackendReferenceResolver, gateway: str | None, rivals: Rivals
 ) -> HttpRouteResult:
     """``gateway``: the one Gateway that is served, None if all of our classes are. ``rivals``: by the listeners that
     it loses, older routes.
@@ -133,7 +133,7 @@ def compile_http_route(
     )
     return HttpRouteResult(
         claim=claim,
-        document=to_bytes(content) if served and not problem else None,
+        document=to_canonical_json(content) if served and not problem else None,
         attached=frozenset(name for one in parents for name in one.attached),
         parents=tuple(parents),
         resolutions=tuple(resolutions),
@@ -165,14 +165,14 @@ def _content(route: Route, rules: list[Mapping[str, Any]], served: list[str]) ->
 
 def _problem(content: Mapping[str, Any]) -> str:
     """What of the route cannot be served; empty if all of it can."""
-    _, mistakes = decode(Document("", to_bytes(content).decode(), is_json=True))
+    _, mistakes = decode(Document("", to_canonical_json(content).decode(), is_json=True))
     return "; ".join(f"{one.path}: {one.message}" if one.path else one.message for one in mistakes)
 
 
 class _Resolver:
     """Writes rules with what their references come to; ``found`` gets all of these."""
 
-    def __init__(self, route: Route, references: BackendReferences, found: list[BackendResolution]) -> None:
+    def __init__(self, route: Route, references: BackendReferenceResolver, found: list[BackendResolution]) -> None:
         self._route = route
         self._references = references
         self._found = found

@@ -26,7 +26,7 @@ from controller.gateway.compile.referenced_secrets import (
     referenced_file,
     referenced_files,
 )
-from controller.gateway.compile.source_objects import to_bytes
+from controller.gateway.compile.source_objects import to_canonical_json
 from controller.kube.conditions import WantedCondition, WantedEntry, condition_false, condition_true
 from extproc.api.addresses import join_host_port
 from extproc.api.decode import decode
@@ -165,7 +165,7 @@ class TlsCompiler:
     def _may(self, gateway: Gateway, reference: Reference, kind: str) -> bool:
         own = gateway.identity.namespace
         target = reference.namespace or own
-        return self._grants.allow((own, GROUP, "Gateway"), (target, "", kind), reference.name)
+        return self._grants.allows((own, GROUP, "Gateway"), (target, "", kind), reference.name)
 
 
 def _key(gateway: Gateway, reference: Reference) -> str:
@@ -329,7 +329,7 @@ def _document(name: str, listener: ListenerSpec, address: str, offset: int, tls:
 def _mistakes(document: Mapping[str, Any]) -> str:
     """Why readers would refuse a directory with this listener; empty if they would not."""
     config = {"apiVersion": API_VERSION, "kind": "GatewayConfig", "metadata": {"name": "gateway"}}
-    content = to_bytes({**config, "spec": {"listeners": [document]}})
+    content = to_canonical_json({**config, "spec": {"listeners": [document]}})
     _, mistakes = decode(Document("", content.decode(), is_json=True))
     return "; ".join(f"{one.path.rpartition('.')[2]}: {one.message}" for one in mistakes)
 

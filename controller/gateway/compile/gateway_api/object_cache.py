@@ -128,7 +128,9 @@ class GatewayObjects:
         """The Gateways of our classes, or ``only`` one of them; the oldest first."""
         ours = {key for key, one in self.classes.items() if one.spec.controller_name == CONTROLLER_NAME}
         found = [one for one in self.gateways.values() if one.spec.gateway_class_name in ours]
-        return sorted((one for one in found if only in (None, one.identity.key)), key=lambda one: one.identity.age)
+        return sorted(
+            (one for one in found if only in (None, one.identity.key)), key=lambda one: one.identity.age_sort_key
+        )
 
     def _move_slice(
         self, key: str, before: EndpointSlice | None, now: EndpointSlice | None, stale: StaleObjects

@@ -99,7 +99,7 @@ class ListenerSpec(ResourceStruct, frozen=True):
     allowed_routes: AllowedRoutes = AllowedRoutes()
 
 
-class Validation(ResourceStruct, frozen=True):
+class FrontendTlsValidation(ResourceStruct, frozen=True):
     """What clients' certificates are checked with."""
 
     ca_certificate_refs: tuple[Reference, ...] = ()
@@ -109,7 +109,7 @@ class Validation(ResourceStruct, frozen=True):
 class FrontendTls(ResourceStruct, frozen=True):
     """TLS towards clients."""
 
-    validation: Validation | None = None
+    validation: FrontendTlsValidation | None = None
 
 
 class PortTls(ResourceStruct, frozen=True):
@@ -119,7 +119,7 @@ class PortTls(ResourceStruct, frozen=True):
     tls: FrontendTls = FrontendTls()
 
 
-class Frontend(ResourceStruct, frozen=True):
+class FrontendTlsByPort(ResourceStruct, frozen=True):
     """TLS towards clients: of all ports, and of those that differ."""
 
     default: FrontendTls = FrontendTls()
@@ -129,9 +129,9 @@ class Frontend(ResourceStruct, frozen=True):
 class GatewayTls(ResourceStruct, frozen=True):
     """TLS of a whole Gateway."""
 
-    frontend: Frontend = Frontend()
+    frontend: FrontendTlsByPort = FrontendTlsByPort()
 
-    def validation(self, port: int) -> Validation | None:
+    def validation(self, port: int) -> FrontendTlsValidation | None:
         """What clients of ``port`` must show."""
         own = next((one.tls for one in self.frontend.per_port if one.port == port), self.frontend.default)
         return own.validation
@@ -174,7 +174,7 @@ class ObjectIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return object_key(self.namespace, self.name) if self.namespace else self.name
 
     @property
-    def age(self) -> tuple[str, str]:
+    def age_sort_key(self) -> tuple[str, str]:
         """Sorts by age; of two that were made in one second, the first by name counts as older."""
         return self.created, self.key
 

@@ -28,7 +28,7 @@ class RouteClaim(NamedTuple):
 
 def find_rivals(claims: Iterable[RouteClaim], hosts: Mapping[str, str]) -> dict[tuple[str, str], Rivals]:
     """By route, without those that lose no listener. ``hosts``: of listeners, ``*`` for all."""
-    claims = sorted(claims, key=lambda one: (one.route.identity.age, one.route.kind.kind))
+    claims = sorted(claims, key=lambda one: (one.route.identity.age_sort_key, one.route.kind.kind))
     kinds: dict[str, set[str]] = {}
     for one in claims:
         for name in one.listeners:

@@ -226,7 +226,7 @@ def test_dynamo_keeps_the_floor_of_its_throughput_and_sets_it_every_three_minute
     strategy = DynamoPlanner(PROMISED)
     # 90,000 tokens in flight keep a step at 0.1 s; a request has 1,050 of them in the mean
     at_once = 90_000 / 1050
-    assert strategy.engine_per_s(SPEED, MeanRequest(1, 1000, 1000, 100)) == pytest.approx(
+    assert strategy.engine_requests_per_s(SPEED, MeanRequest(1, 1000, 1000, 100)) == pytest.approx(
         1 / (0.1 + 100 * 0.1 / at_once)
     )
     seen = pool(*[report(waiting=0)] * 2, traffic=steady(requests=20, prompt=1000, answer=100))

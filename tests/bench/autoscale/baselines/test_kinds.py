@@ -26,24 +26,24 @@ def of_kind(name: str, cost: float, *reports: EngineReport, least: int = 0, most
 
 def test_wva_v1_adds_of_the_cheapest_kind_and_removes_of_the_most_expensive() -> None:
     full = situation(of_kind("a", 1.0, FULL, FULL), of_kind("b", 2.6, FULL))
-    assert WvaV1().desired_kinds(full, None)[0] == {"a": 3, "b": 1}
+    assert WvaV1().desired_replicas_by_kind(full, None)[0] == {"a": 3, "b": 1}
     calm = situation(of_kind("a", 1.0, CALM, CALM), of_kind("b", 2.6, CALM, CALM))
-    assert WvaV1().desired_kinds(calm, None)[0] == {"a": 2, "b": 1}
+    assert WvaV1().desired_replicas_by_kind(calm, None)[0] == {"a": 2, "b": 1}
 
 
 def test_wva_v1_keeps_the_last_replica_of_each_kind() -> None:
     calm = situation(of_kind("a", 1.0, CALM, CALM), of_kind("b", 2.6, CALM))
-    assert WvaV1().desired_kinds(calm, None)[0] == {"a": 1, "b": 1}
+    assert WvaV1().desired_replicas_by_kind(calm, None)[0] == {"a": 1, "b": 1}
 
 
 def test_wva_v1_changes_no_kind_while_one_is_in_transition() -> None:
     starting = of_kind("b", 2.6)
     starting = msgspec.structs.replace(starting, current=1, engines=(engine("s", state=EngineState.STARTING),))
     seen = situation(of_kind("a", 1.0, FULL, FULL), starting)
-    assert WvaV1().desired_kinds(seen, None)[0] == {"a": 2, "b": 1}
+    assert WvaV1().desired_replicas_by_kind(seen, None)[0] == {"a": 2, "b": 1}
     before = {"a": V1State(ScalingHistory(), 3), "b": V1State(ScalingHistory(), 1)}
     ready = situation(of_kind("a", 1.0, FULL, FULL), of_kind("b", 2.6, FULL))
-    _, after = WvaV1().desired_kinds(ready, before)
+    _, after = WvaV1().desired_replicas_by_kind(ready, before)
     assert after is not None
     assert (after["a"].desired, after["b"].desired) == (3, 1)
 
@@ -70,7 +70,7 @@ def kinds(a: int, b: int, *, capacity_b: int = 250_000, most_b: int = 16) -> lis
     ],
 )
 def test_wva_v2_is_its_optimiser(demand: float, present: list[EngineKind], wanted: dict[str, int]) -> None:
-    assert WvaV2().wanted_kinds(demand, present) == wanted
+    assert WvaV2().optimised_replicas_by_kind(demand, present) == wanted
 
 
 def test_wva_v2_takes_a_kind_without_replicas_for_what_its_arguments_promise() -> None:
@@ -82,7 +82,7 @@ def test_wva_v2_takes_a_kind_without_replicas_for_what_its_arguments_promise() -
         traffic=steady(requests=2.0, prompt=1000, answer=200),
         waiting=Backlog(tokens=50_000),
     )
-    desired, memory = WvaV2().desired_kinds(seen, None)
+    desired, memory = WvaV2().desired_replicas_by_kind(seen, None)
     assert desired == {"a": 2, "b": 1}
     assert memory is not None
     assert memory["a"].capacity > 0
@@ -93,9 +93,9 @@ def test_kthena_counts_all_kinds_alike_and_fills_them_in_batches() -> None:
     # 4 engines with 40 requests each and a target of 20: 8 replicas; from the lower bound of 1: one of the first (1),
     # two of it (2), one of the second (2.6), four of the first (4)
     seen = situation(of_kind("a", 1.0, *[FULL] * 4, least=1), of_kind("b", 2.6, most=3))
-    assert Kthena(target=20.0).desired_kinds(seen, None)[0] == {"a": 7, "b": 1}
+    assert Kthena(target=20.0).desired_replicas_by_kind(seen, None)[0] == {"a": 7, "b": 1}
     low = situation(of_kind("a", 1.0, *[CALM] * 3, least=1), of_kind("b", 2.6, CALM, most=3))
-    assert Kthena(target=20.0).desired_kinds(low, None)[0] == {"a": 1, "b": 0}
+    assert Kthena(target=20.0).desired_replicas_by_kind(low, None)[0] == {"a": 1, "b": 0}
 
 
 def test_of_one_kind_they_decide_as_their_simpler_forms_do() -> None:
@@ -118,6 +118,8 @@ def assert_same_twice(seen: Situation) -> None:
     later = msgspec.structs.replace(seen, now_s=seen.now_s + 30)
     for baseline in (WvaV1(), WvaV2(), Kthena(target=20.0)):
         one, memory = baseline.desired_replicas(seen, None)
-        several, kinds_memory = baseline.desired_kinds(seen, None)
+        several, kinds_memory = baseline.desired_replicas_by_kind(seen, None)
         assert several == {"a": one}
-        assert baseline.desired_kinds(later, kinds_memory)[0] == {"a": baseline.desired_replicas(later, memory)[0]}
+        assert baseline.desired_replicas_by_kind(later, kinds_memory)[0] == {
+            "a": baseline.desired_replicas(later, memory)[0]
+        }

@@ -10,7 +10,7 @@ import pytest
 
 from bench.cluster.netns import NoNamespace, gateway_range, network_setup_commands, pod_range, unshare_command
 from bench.cluster.node.pod_network import BridgedNetwork, LoopbackNetwork, NoAddressLeft
-from bench.stack.process_guard import ProcessGuard
+from bench.stack.orphan_reaper import ProcessGuard
 from tests.programs import not_tested
 
 

@@ -18,7 +18,7 @@ from bench.cluster.node.pod_files import (
     volume_files,
     write_files,
 )
-from bench.cluster.node.pod_network import Addresses, NoAddressLeft
+from bench.cluster.node.pod_network import LoopbackAddresses, NoAddressLeft
 from bench.cluster.node.pod_spec import (
     IMAGES,
     ImageMissing,
@@ -28,7 +28,7 @@ from bench.cluster.node.pod_spec import (
     environment,
     expand_variables,
     image_repository,
-    references,
+    referenced_names,
 )
 
 POD: dict[str, Any] = {
@@ -127,7 +127,7 @@ def test_all_references_are_found() -> None:
         {"name": "c", "projected": {"sources": [{"configMap": {"name": "c3"}}, {"secret": {"name": "s4"}}]}},
     ]
     pod = {"spec": {"containers": [main], "volumes": volumes}}
-    assert references(pod) == ({"c1", "c2", "c3"}, {"s1", "s2", "s3", "s4"})
+    assert referenced_names(pod) == ({"c1", "c2", "c3"}, {"s1", "s2", "s3", "s4"})
 
 
 def test_volumes_are_files() -> None:
@@ -197,7 +197,7 @@ def test_files_are_written_once_and_removed_when_they_are_no_more(tmp_path: Path
 
 
 def test_addresses_are_handed_out_again_as_late_as_possible() -> None:
-    with Addresses() as addresses:
+    with LoopbackAddresses() as addresses:
         given = [addresses.allocate() for _ in range(254 * 255)]
         assert len(set(given)) == len(given)
         assert {one.rpartition(".")[2] for one in given} == {str(number) for number in range(1, 255)}
@@ -209,9 +209,9 @@ def test_addresses_are_handed_out_again_as_late_as_possible() -> None:
 
 
 def test_two_clusters_have_different_networks() -> None:
-    with Addresses([201, 202]) as first, Addresses([201, 202]) as second:
+    with LoopbackAddresses([201, 202]) as first, LoopbackAddresses([201, 202]) as second:
         assert (first.allocate(), second.allocate()) == ("127.201.0.1", "127.202.0.1")
         with pytest.raises(NoAddressLeft):
-            Addresses([201, 202])
-    with Addresses([201, 202]) as again:
+            LoopbackAddresses([201, 202])
+    with LoopbackAddresses([201, 202]) as again:
         assert again.allocate() == "127.201.0.1"

@@ -7,13 +7,13 @@ from typing import Any
 
 from bench.cluster.node.pod_spec import pod_spec
 from bench.cluster.node.pod_state_machine import (
+    DeletePod,
     NodeTiming,
     PodStateMachine,
-    Remove,
+    PodStatusBuilder,
     RunProbe,
     StartProcess,
-    StatusWriter,
-    Stop,
+    StopContainer,
 )
 
 TIMING = NodeTiming(restart_s=10, restart_max_s=40, forget_crashes_s=600, pull_s=10, pull_max_s=20)
@@ -61,11 +61,11 @@ def test_a_sidecar_runs_on_beside_the_others_and_ends_after_them() -> None:
     assert one.step(100) == [StartProcess("main")]
     started(one, "main")
     one.delete(30)
-    assert one.step(101) == [Stop("main", 30)]
+    assert one.step(101) == [StopContainer("main", 30)]
     one.on_exit("main", 0, 0, "", 102)
-    assert one.step(102) == [Stop("side", 30)]
+    assert one.step(102) == [StopContainer("side", 30)]
     one.on_exit("side", 0, 0, "", 103)
-    assert one.step(103) == [Remove()]
+    assert one.step(103) == [DeletePod()]
 
 
 def test_a_failed_init_container_fails_a_pod_that_never_restarts() -> None:
@@ -166,7 +166,7 @@ def test_a_startup_that_takes_too_long_is_ended() -> None:
     started(one, "main")
     one.step(100)
     one.on_probe_result("main", "startup", ok=False)
-    assert one.step(101) == [Stop("main", 7)]
+    assert one.step(101) == [StopContainer("main", 7)]
 
 
 def test_a_dead_container_is_stopped_with_the_probes_own_grace() -> None:
@@ -175,7 +175,7 @@ def test_a_dead_container_is_stopped_with_the_probes_own_grace() -> None:
     started(one, "main")
     one.step(100)
     one.on_probe_result("main", "liveness", ok=False)
-    assert one.step(101) == [Stop("main", 2)]
+    assert one.step(101) == [StopContainer("main", 2)]
     one.on_exit("main", 137, 9, "", 103)
     assert one.step(103) == [StartProcess("main")]
     assert one.containers["main"].probes == {}, "the next run begins anew"
@@ -199,9 +199,9 @@ def test_a_pod_that_ends_is_asked_for_its_readiness_only() -> None:
     one.on_probe_result("main", "liveness", ok=True)
     one.on_probe_result("main", "readiness", ok=True)
     one.delete(30)
-    assert one.step(110) == [Stop("main", 30)]
+    assert one.step(110) == [StopContainer("main", 30)]
     one.on_exit("main", 0, 0, "", 111)
-    assert one.step(111) == [Remove()]
+    assert one.step(111) == [DeletePod()]
     assert one.step(112) == []
 
 
@@ -211,13 +211,13 @@ def test_a_deletion_while_a_container_starts_stops_it_once_it_runs() -> None:
     one.delete(30)
     assert one.step(100) == []
     started(one, "main")
-    assert one.step(100) == [Stop("main", 30)]
+    assert one.step(100) == [StopContainer("main", 30)]
 
 
 def test_a_deletion_before_anything_ran_removes_at_once() -> None:
     one = machine()
     one.delete(30)
-    assert one.step(100) == [Remove()]
+    assert one.step(100) == [DeletePod()]
 
 
 def test_a_shorter_grace_counts_and_a_longer_does_not() -> None:
@@ -226,7 +226,7 @@ def test_a_shorter_grace_counts_and_a_longer_does_not() -> None:
     started(one, "main")
     one.delete(5)
     one.delete(30)
-    assert one.step(100) == [Stop("main", 5)]
+    assert one.step(100) == [StopContainer("main", 5)]
 
 
 def test_a_deadline_ends_a_pod() -> None:
@@ -234,13 +234,13 @@ def test_a_deadline_ends_a_pod() -> None:
     one.step(100)
     started(one, "main")
     assert one.wake_at_s() == 150
-    assert one.step(150) == [Stop("main", 3)]
+    assert one.step(150) == [StopContainer("main", 3)]
     assert (one.phase, one.reason) == ("Failed", "DeadlineExceeded")
 
 
 def test_the_status_is_that_of_a_kubelet() -> None:
     one = machine(initContainers=[{"name": "first", "image": "f"}])
-    writer = StatusWriter(host_ip="127.0.0.1", pod_ip="127.1.0.1")
+    writer = PodStatusBuilder(host_ip="127.0.0.1", pod_ip="127.1.0.1")
     one.step(100)
     before = writer.status({"metadata": {}}, one, 100)
     assert before["phase"] == "Pending"
@@ -266,7 +266,7 @@ def test_a_readiness_gate_must_hold_too() -> None:
     one = machine(readinessGates=[{"conditionType": "attache.dev/warm"}])
     one.step(100)
     started(one, "main")
-    writer = StatusWriter(host_ip="127.0.0.1", pod_ip="127.1.0.1")
+    writer = PodStatusBuilder(host_ip="127.0.0.1", pod_ip="127.1.0.1")
 
     def ready(pod: dict[str, Any]) -> tuple[str, str]:
         found = {one["type"]: one for one in writer.status(pod, one, 100)["conditions"]}

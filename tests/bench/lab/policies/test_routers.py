@@ -13,21 +13,21 @@ from bench.engine.request import Request
 from bench.lab.policies.registry import POLICIES, policy_named
 from bench.lab.policies.routers import (
     AffinityWithTokenLoad,
-    CacheAware,
-    ExploitExplore,
+    AibrixPrefixCache,
+    DynamoKvRouter,
     KthenaDefault,
-    KvRouter,
     LeastKvCache,
     LeastRequest,
     LMetric,
     PowerOfTwo,
-    PrefixAffinity,
-    PrefixCache,
+    PrebleExploitExplore,
     RandomPick,
+    RayPrefixAffinity,
+    SglangCacheAware,
 )
 from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, PrefixMemoryPolicy, PrefixMemoryRule
 from bench.virtual.observers import REQUEST_KEY
-from extproc.api.errors import ConfigInvalid
+from extproc.api.config_errors import ConfigInvalid
 from extproc.endpoints.in_flight import begin_request
 from extproc.endpoints.table import EndpointTable
 from extproc.scheduling.picker import Demand, RequestFacts, View
@@ -73,7 +73,9 @@ class Engines:
         """The first choice; the request counts as sent there."""
         asked = request or self.request()
         address = self.table.addresses[picker.pick(self.view(asked, **cached), rng=self.rng).rows[0]]
-        if isinstance(picker, AffinityWithTokenLoad | KvRouter | LMetric | ExploitExplore | PrefixMemoryPolicy):
+        if isinstance(
+            picker, AffinityWithTokenLoad | DynamoKvRouter | LMetric | PrebleExploitExplore | PrefixMemoryPolicy
+        ):
             self.tracker.on_sent(asked, address, self.now)
         return address
 
@@ -109,7 +111,7 @@ def test_llm_d_without_a_match_of_four_fifths_takes_the_least_uncached_tokens() 
 
 def test_books_free_uncached_tokens_at_the_first_token_and_count_shared_blocks_once() -> None:
     scene = Engines()
-    picker = KvRouter(scene.tracker, BLOCK)
+    picker = DynamoKvRouter(scene.tracker, BLOCK)
     first = scene.request("a")
     address = scene.pick(picker, first)
     row = scene.tracker.row_of(scene.table, address)
@@ -124,7 +126,7 @@ def test_books_free_uncached_tokens_at_the_first_token_and_count_shared_blocks_o
 
 def test_dynamo_adds_prefill_blocks_and_blocks_in_use() -> None:
     scene = Engines(2)
-    picker = KvRouter(scene.tracker, BLOCK)
+    picker = DynamoKvRouter(scene.tracker, BLOCK)
     first = scene.request("a")
     busy = scene.pick(picker, first)
     scene.tracker.on_first_token(first, 0.5)
@@ -145,29 +147,29 @@ def test_lmetric_multiplies_new_tokens_by_the_batch() -> None:
 
 
 def test_sglang_follows_the_tree_above_half_and_the_load_below_or_when_far_apart() -> None:
-    assert Engines().loaded(5, 0, 0).pick(CacheAware(), e0=3201) == "e0"
-    assert Engines().loaded(5, 1, 0).pick(CacheAware(), e0=3200) == "e2"
-    assert Engines().loaded(33, 0, 1).pick(CacheAware(), e0=6300) == "e1"
+    assert Engines().loaded(5, 0, 0).pick(SglangCacheAware(), e0=3201) == "e0"
+    assert Engines().loaded(5, 1, 0).pick(SglangCacheAware(), e0=3200) == "e2"
+    assert Engines().loaded(33, 0, 1).pick(SglangCacheAware(), e0=6300) == "e1"
     # 33 apart, and yet the most is not 1.1 times the least
-    assert Engines().loaded(433, 400, 400).pick(CacheAware(), e0=6300) == "e0"
+    assert Engines().loaded(433, 400, 400).pick(SglangCacheAware(), e0=6300) == "e0"
 
 
 def test_aibrix_takes_the_best_match_that_is_not_too_busy() -> None:
-    assert Engines().loaded(1, 1, 1).pick(PrefixCache(), e0=6000, e1=3000) == "e0"
+    assert Engines().loaded(1, 1, 1).pick(AibrixPrefixCache(), e0=6000, e1=3000) == "e0"
     # mean 3, deviation 2.2: five are within, six are not
-    assert Engines().loaded(6, 2, 1).pick(PrefixCache(), e0=6000, e1=3000) == "e1"
-    assert Engines().loaded(9, 0, 3).pick(PrefixCache(), e0=6000) == "e1"
+    assert Engines().loaded(6, 2, 1).pick(AibrixPrefixCache(), e0=6000, e1=3000) == "e1"
+    assert Engines().loaded(9, 0, 3).pick(AibrixPrefixCache(), e0=6000) == "e1"
     scene = Engines()
     scene.table.kv_usage[:3] = [0.5, 0.2, 0.9]
     assert scene.pick(LeastKvCache()) == "e1"
 
 
 def test_ray_follows_a_match_of_a_tenth_and_fills_the_smallest_tree() -> None:
-    scene, picker = Engines(), PrefixAffinity()
+    scene, picker = Engines(), RayPrefixAffinity()
     assert scene.pick(picker, e1=700) == "e1"
     # what e1 was first to be sent makes its tree the largest
     assert scene.pick(picker) != "e1"
-    assert Engines().loaded(11, 0, 0).pick(PrefixAffinity(), e0=6000) != "e0"
+    assert Engines().loaded(11, 0, 0).pick(RayPrefixAffinity(), e0=6000) != "e0"
 
 
 def test_kthena_sees_eight_kilobytes_and_prefers_who_has_nothing_in_flight() -> None:
@@ -180,7 +182,9 @@ def test_kthena_sees_eight_kilobytes_and_prefers_who_has_nothing_in_flight() -> 
 
 def test_preble_exploits_above_half_and_else_balances_what_was_sent_in_three_minutes() -> None:
     scene = Engines(2)
-    picker = ExploitExplore(scene.tracker, prefill_tokens_per_s=10_000.0, decode_s_per_token=0.001, block_size=BLOCK)
+    picker = PrebleExploitExplore(
+        scene.tracker, prefill_tokens_per_s=10_000.0, decode_s_per_token=0.001, block_size=BLOCK
+    )
     first = scene.pick(picker, scene.request("a"))
     assert scene.pick(picker, scene.request("b")) != first
     assert scene.pick(picker, scene.request("a"), **{first: 3300}) == first
@@ -195,7 +199,7 @@ def test_preble_exploits_above_half_and_else_balances_what_was_sent_in_three_min
 @pytest.mark.parametrize("by", ["sent", "ended"])
 def test_a_memory_knows_a_prompt_from_when_its_router_does(by: str) -> None:
     scene = Engines(2)
-    picker = PrefixMemoryPolicy(CacheAware(), scene.tracker, PrefixMemoryRule(by=by), BLOCK)  # type: ignore[arg-type]
+    picker = PrefixMemoryPolicy(SglangCacheAware(), scene.tracker, PrefixMemoryRule(by=by), BLOCK)  # type: ignore[arg-type]
     first = scene.request("a")
     holder = scene.pick(picker, first)
     other = "e1" if holder == "e0" else "e0"
@@ -208,7 +212,7 @@ def test_a_memory_knows_a_prompt_from_when_its_router_does(by: str) -> None:
 def test_a_bounded_memory_forgets_what_was_sent_longest_ago() -> None:
     scene = Engines(1)
     scene.table.kv_capacity_tokens[0] = 150 * BLOCK
-    picker = PrefixMemoryPolicy(CacheAware(), scene.tracker, PrefixMemoryRule(), BLOCK)
+    picker = PrefixMemoryPolicy(SglangCacheAware(), scene.tracker, PrefixMemoryRule(), BLOCK)
     for text in "ab":
         scene.pick(picker, scene.request(text))
     held = picker._held[0].keys()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from controller.agents.downloader.core.fetch_plan import FileSelection, RetryPolicy
 from controller.agents.downloader.core.uri import parse_uri, redact_uri
 from controller.agents.downloader.download import CacheFillSettings, DownloadJob, download
-from controller.agents.downloader.environment import Environment
+from controller.agents.downloader.environment import EnvironmentReader
 from controller.agents.downloader.fetch import FetchSizes
 from controller.agents.downloader.progress import ProgressTracker
 from controller.agents.downloader.transfer import Timeouts
@@ -73,7 +73,9 @@ async def fetched(
 ) -> Path:
     """Where the weights are after a download in this process; raises what the download raises."""
     one = job(uri, cache, **more)
-    done = await download(one, Environment(environment or {}), ProgressTracker(one.shown_uri, [told] if told else []))
+    done = await download(
+        one, EnvironmentReader(environment or {}), ProgressTracker(one.shown_uri, [told] if told else [])
+    )
     if done.use is not None:
         done.use.release()
     return done.path

@@ -24,7 +24,7 @@ from controller.agents.downloader.core.errors import (
     SourceUnavailable,
 )
 from controller.agents.downloader.download import CacheFillSettings, download
-from controller.agents.downloader.environment import Environment, import_optional
+from controller.agents.downloader.environment import EnvironmentReader, import_optional
 from controller.agents.downloader.progress import ProgressTracker
 from controller.agents.downloader.transfer import Timeouts
 from tests.controller.agents.downloader.downloads import MIB, QUICK, Told, below, command, fetched, job, random_bytes
@@ -196,9 +196,9 @@ async def test_what_somebody_got_by_credentials_is_no_answer_to_who_has_others(
 def test_files_with_credentials_are_part_of_who_asks(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("a")
-    one = Environment({"HF_TOKEN_FILE": str(file), "HOSTNAME": "a"})
+    one = EnvironmentReader({"HF_TOKEN_FILE": str(file), "HOSTNAME": "a"})
     before = one.fingerprint()
-    assert Environment({"HF_TOKEN_FILE": str(file), "HOSTNAME": "b"}).fingerprint() == before
+    assert EnvironmentReader({"HF_TOKEN_FILE": str(file), "HOSTNAME": "b"}).fingerprint() == before
     file.write_text("b")
     assert one.fingerprint() != before
 
@@ -300,7 +300,7 @@ async def test_the_least_recently_used_weights_go_but_not_those_that_are_held(tm
         held = None
         for age, name in enumerate("abc"):
             one = job(f"http://{host}/{name}.bin", tmp_path, rules=rules)
-            done = await download(one, Environment({}), ProgressTracker(one.shown_uri))
+            done = await download(one, EnvironmentReader({}), ProgressTracker(one.shown_uri))
             paths[name] = done.path
             assert done.use is not None
             os.utime(done.path.parent / "used", (1000 + age, 1000 + age))

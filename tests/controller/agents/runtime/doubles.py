@@ -13,8 +13,8 @@ from aiohttp import web
 
 from bench.stack.processes import free_ports
 from controller.agents.runtime.adapter_files import DownloadFailed
-from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
+from controller.agents.runtime.declared_adapters import SourcePolicy
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
 from controller.agents.runtime.health import HealthSettings

@@ -16,7 +16,7 @@ from tests.controller.agents.runtime.doubles import free_port
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 

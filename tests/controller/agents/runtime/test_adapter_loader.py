@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from controller.agents.runtime.adapter_names import SourcePolicy, adapter_link_name
+from controller.agents.runtime.declared_adapters import SourcePolicy, adapter_link_name
 from tests.controller.agents.runtime.doubles import FakeEngine, beside
 from tests.waiting import eventually
 

@@ -18,7 +18,7 @@ from controller.agents.runtime.adapter_loader import (
     next_adapter_action,
     retry_at_s,
 )
-from controller.agents.runtime.adapter_names import DeclaredAdapter
+from controller.agents.runtime.declared_adapters import DeclaredAdapter
 
 NAMES = st.sampled_from("abcdef")
 

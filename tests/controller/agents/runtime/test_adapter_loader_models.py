@@ -23,15 +23,20 @@ from controller.agents.runtime.adapter_loader import (
     idle_adapters,
     next_adapter_action,
 )
-from controller.agents.runtime.adapter_names import DeclaredAdapter, NameInvalid, SourcePolicy, parse_declared_adapters
 from controller.agents.runtime.agent import Agent
+from controller.agents.runtime.declared_adapters import (
+    DeclaredAdapter,
+    NameInvalid,
+    SourcePolicy,
+    parse_declared_adapters,
+)
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
 from controller.agents.runtime.model_repository import add_model, remove_model
 from controller.agents.runtime.server import AgentServer, serve_agent
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings
+from controller.models.runtimes.engine_settings import build_command_line
 from controller.models.runtimes.presets import built_in_presets
-from controller.models.runtimes.settings import build_command_line
 from extproc.engines.dialects import DIALECTS
 from tests.controller.agents.runtime.doubles import FakeDownloads, free_port
 from tests.controller.agents.runtime.test_model_repository import Repository, running_repository

@@ -17,7 +17,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.stack.process_guard import ProcessGuard
+    from bench.stack.orphan_reaper import ProcessGuard
 
 # Of the agent, with its metrics read; measured: 39 MiB.
 MOST_KIB = 64 * 1024

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from controller.agents.runtime.drain import DrainSettings, DrainState, EngineLoad, observe_engine
+from controller.agents.runtime.drain import DrainSettings, DrainState, EngineLoad, next_drain_state
 
 SETTINGS = DrainSettings(settle_s=5.0, timeout_s=60.0)
 IDLE, BUSY, UNKNOWN, GONE = EngineLoad(0, 0), EngineLoad(3, 1), EngineLoad(), EngineLoad(is_gone=True)
@@ -12,7 +12,7 @@ IDLE, BUSY, UNKNOWN, GONE = EngineLoad(0, 0), EngineLoad(3, 1), EngineLoad(), En
 def drained(*seen: tuple[float, EngineLoad], finishes_requests: bool = False) -> DrainState:
     drain = DrainState(0.0)
     for now_s, load in seen:
-        drain = observe_engine(drain, load, SETTINGS, finishes_requests=finishes_requests, now_s=now_s)
+        drain = next_drain_state(drain, load, SETTINGS, finishes_requests=finishes_requests, now_s=now_s)
     return drain
 
 
@@ -53,4 +53,4 @@ def test_an_engine_that_finishes_its_requests_by_itself_has_to_have_none_waiting
 
 def test_what_is_over_stays_over() -> None:
     ended = drained((4.0, IDLE), (5.0, IDLE))
-    assert observe_engine(ended, BUSY, SETTINGS, finishes_requests=False, now_s=9.0) == ended
+    assert next_drain_state(ended, BUSY, SETTINGS, finishes_requests=False, now_s=9.0) == ended

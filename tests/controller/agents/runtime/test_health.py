@@ -11,13 +11,13 @@ from controller.agents.runtime.health import (
     WARMING,
     Health,
     HealthSettings,
-    failures,
+    consecutive_failures,
     on_connection_refused,
-    on_metrics,
+    on_metrics_read,
     on_probe_failed,
     on_probe_ok,
     on_probe_sent,
-    on_warm,
+    on_warm_up_done,
     why_not_alive,
     why_not_ready,
 )
@@ -30,7 +30,7 @@ def ready(health: Health, now_s: float, *, is_draining: bool = False) -> str:
 
 
 def serving(at_s: float = 0.0) -> Health:
-    return on_warm(on_probe_ok(on_probe_sent(Health(), at_s), at_s))
+    return on_warm_up_done(on_probe_ok(on_probe_sent(Health(), at_s), at_s))
 
 
 def test_the_phases_of_a_start() -> None:
@@ -38,7 +38,7 @@ def test_the_phases_of_a_start() -> None:
     assert ready(health, 0.0) == NEVER_ANSWERED
     health = on_probe_ok(on_probe_sent(health, 1.0), 5.0)
     assert ready(health, 5.0) == WARMING
-    health = on_warm(health)
+    health = on_warm_up_done(health)
     assert ready(health, 6.0) == ""
     assert ready(health, 6.0, is_draining=True) == DRAINING
 
@@ -52,7 +52,13 @@ def test_bad_answers_count_until_a_good_one() -> None:
 
 def test_silence_counts_as_failures_although_one_probe_is_under_way() -> None:
     health = on_probe_sent(serving(), 10.0)
-    assert [failures(health, SETTINGS, now_s) for now_s in (10.0, 11.9, 12.0, 14.0, 16.0)] == [0, 0, 1, 2, 3]
+    assert [consecutive_failures(health, SETTINGS, now_s) for now_s in (10.0, 11.9, 12.0, 14.0, 16.0)] == [
+        0,
+        0,
+        1,
+        2,
+        3,
+    ]
     assert ready(health, 15.9) == ""
     assert ready(health, 16.0) != ""
 
@@ -81,19 +87,19 @@ def test_a_refused_connection_is_a_new_start() -> None:
 
 
 def test_counters_that_stand_still_while_requests_run() -> None:
-    health = on_metrics(serving(), running=1, progress=(1.0,), now_s=0.0)
-    health = on_metrics(health, running=1, progress=(1.0,), now_s=99.0)
+    health = on_metrics_read(serving(), running=1, progress=(1.0,), now_s=0.0)
+    health = on_metrics_read(health, running=1, progress=(1.0,), now_s=99.0)
     assert ready(health, 99.0) == ""
     assert "computed nothing" in ready(health, 100.0)
     assert why_not_alive(health, SETTINGS, 159.0) == ""
     assert "computed nothing for 160 s" in why_not_alive(health, SETTINGS, 160.0)
-    assert ready(on_metrics(health, running=1, progress=(2.0,), now_s=100.0), 100.0) == ""
+    assert ready(on_metrics_read(health, running=1, progress=(2.0,), now_s=100.0), 100.0) == ""
 
 
 @pytest.mark.parametrize(
     ("running", "progress"), [(0, (1.0,)), (None, (1.0,)), (1, ())], ids=["idle", "unknown load", "unknown progress"]
 )
 def test_what_is_no_standstill(running: float | None, progress: tuple[float, ...]) -> None:
-    health = on_metrics(serving(), running=running, progress=progress, now_s=0.0)
-    health = on_metrics(health, running=running, progress=progress, now_s=500.0)
+    health = on_metrics_read(serving(), running=running, progress=progress, now_s=0.0)
+    health = on_metrics_read(health, running=running, progress=progress, now_s=500.0)
     assert ready(health, 500.0) == ""

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import bench.micro
-from controller.agents.runtime.metrics import AgentState, Counters, EngineMetricsPage, read_page, write_page
+from controller.agents.runtime.metrics import (
+    AgentState,
+    Counters,
+    EngineMetricsPage,
+    parse_engine_metrics,
+    render_agent_metrics,
+)
 from extproc.engines.dialects import DIALECTS, FAMILIES
 from tests.proportion import takes_time_in_proportion
 
@@ -71,7 +77,7 @@ nv_inference_request_success{model="llama",version="1"} 12
 
 
 def read(text: str, dialect: str = "vLLM") -> EngineMetricsPage:
-    return read_page(text.encode(), DIALECTS[dialect], unix_s=100.0)
+    return parse_engine_metrics(text.encode(), DIALECTS[dialect], unix_s=100.0)
 
 
 def test_ranks_are_added_up_and_shares_averaged() -> None:
@@ -146,7 +152,7 @@ def test_an_older_name_is_found_if_the_newer_one_is_not_there() -> None:
 
 @given(st.text() | st.text(alphabet='vllm:num_requests_running{}=", 0123\n').map(lambda text: VLLM[:200] + text))
 def test_any_page_can_be_read(text: str) -> None:
-    write_page(read(text), STATE, Counters())
+    render_agent_metrics(read(text), STATE, Counters())
 
 
 def test_every_name_of_a_dialect_is_that_of_a_family() -> None:
@@ -156,7 +162,7 @@ def test_every_name_of_a_dialect_is_that_of_a_family() -> None:
 
 
 def test_our_page_can_be_read_by_prometheus() -> None:
-    text = write_page(read(VLLM), STATE, Counters())
+    text = render_agent_metrics(read(VLLM), STATE, Counters())
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["attache_engine_running_requests"].samples[0].value == 7.0
     assert families["attache_engine_running_requests"].samples[0].labels == {"model_name": "llama"}
@@ -168,7 +174,7 @@ def test_our_page_can_be_read_by_prometheus() -> None:
 
 
 def test_without_the_engines_page_ours_says_so() -> None:
-    text = write_page(None, STATE, Counters())
+    text = render_agent_metrics(None, STATE, Counters())
     assert "attache_agent_metrics_up 0\n" in text
     assert "attache_engine_" not in text
 
@@ -178,4 +184,4 @@ def test_labels_take_time_in_proportion_to_their_length(labels: str) -> None:
     def line(size: int) -> bytes:
         return ("vllm:lora_requests_info{%s} 1\n" % (labels * (size // len(labels)))).encode()
 
-    assert takes_time_in_proportion(lambda text: read_page(text, DIALECTS["vLLM"], unix_s=0.0), line, 30_000)
+    assert takes_time_in_proportion(lambda text: parse_engine_metrics(text, DIALECTS["vLLM"], unix_s=0.0), line, 30_000)

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from aiohttp import web
 
-from controller.agents.runtime.adapter_names import SourcePolicy
 from controller.agents.runtime.agent import Agent
+from controller.agents.runtime.declared_adapters import SourcePolicy
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient, EngineFailed, ModelRequest
 from controller.agents.runtime.server import AgentServer, serve_agent

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Decision
-    from controller.autoscaler.decision.saved_state import Memory
+    from controller.autoscaler.decision.saved_state import BindingMemory
 
 # 8B on an H100, nearly; a replica can do 11.8 of these requests a second.
 SPEED = Speed(prefill_tokens_per_s=15_000.0, step_s=0.008, step_s_per_token=8e-8, kv_tokens=400_000.0, is_measured=True)
@@ -88,7 +88,7 @@ class Fluid:
         self.spec = spec or target_spec()
         self.binding = binding_of(self.spec)
         self.freshness = Freshness()
-        self.memory: Memory | None = None
+        self.memory: BindingMemory | None = None
         self.decisions: list[Decision] = []
         self.history: list[tuple[float, int]] = []
         self._random = random.Random(seed)

@@ -19,7 +19,7 @@ from controller.autoscaler.decision.situation import (
     Engine,
     EngineReport,
     EngineState,
-    Metric,
+    MetricReading,
     Situation,
     TargetSituation,
 )
@@ -122,7 +122,7 @@ def situations(draw: st.DrawFn, binding: AutoscalingPolicyBinding, now_s: float)
         stages.setdefault(spec.stage, []).append(target)
     traffic = traffic_of(draw(st.sampled_from([0.0, 3.0, 1e12])), seconds=60, now_s=now_s, ttft_s=1.0, tpot_s=0.1)
     waiting = Backlog(int(draw(SEEN)), draw(SEEN), draw(SEEN), int(draw(SEEN)))
-    theirs = Metric(now_s, total=draw(st.sampled_from([0.0, 1e300, -1e300])))
+    theirs = MetricReading(now_s, total=draw(st.sampled_from([0.0, 1e300, -1e300])))
     made = [situation_of(targets, traffic=traffic, waiting=waiting, now_s=now_s) for targets in stages.values()]
     return [msgspec.structs.replace(one, metrics={"theirs": theirs}) for one in made]
 

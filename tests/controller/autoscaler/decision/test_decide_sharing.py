@@ -25,7 +25,7 @@ from tests.controller.autoscaler.decision.situations import (
 
 if TYPE_CHECKING:
     from controller.autoscaler.decision.decision import Decision
-    from controller.autoscaler.decision.saved_state import Memory
+    from controller.autoscaler.decision.saved_state import BindingMemory
 
 # numbers are worked out for load as it is
 POLICY = AutoscalingPolicySpec(strategies=(Strategy(name="Work", work=WorkParameters(headroom=1.0)),))
@@ -52,7 +52,7 @@ def after_minutes(
     freshness: Freshness | None = None,
 ) -> dict[str, int | None]:
     """What each should have after some minutes of this; the last look has this freshness."""
-    memory: Memory | None = None
+    memory: BindingMemory | None = None
     for look in range(40):
         now_s = NOW_S + 5 * look
         situation = situation_of(
@@ -171,7 +171,7 @@ def test_a_set_that_is_not_proven_the_cheapest_is_told() -> None:
         (target_of(ready=1, spec=large), target_of(ready=1, spec=small, speed=HALF)),
         (target_of(ready=1, spec=decode),),
     ]
-    memory: Memory | None = None
+    memory: BindingMemory | None = None
     for look in range(40):
         now_s = NOW_S + 5 * look
         situations = [situation_of(one, traffic=traffic_of(40.0, now_s=now_s), now_s=now_s) for one in stages]
@@ -190,7 +190,7 @@ def decided_once(
     free: dict[str, int] | None = None,
 ) -> Decision:
     """After some minutes of this."""
-    memory: Memory | None = None
+    memory: BindingMemory | None = None
     for look in range(40):
         now_s = NOW_S + 5 * look
         situation = situation_of(targets, traffic=traffic_of(rate, now_s=now_s), now_s=now_s)

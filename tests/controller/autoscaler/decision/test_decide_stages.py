@@ -32,7 +32,7 @@ from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_index
 from tests.controller.autoscaler.decision.situations import spec_of
 
 if TYPE_CHECKING:
-    from controller.autoscaler.decision.saved_state import Memory
+    from controller.autoscaler.decision.saved_state import BindingMemory
 
 SPEED = Speed(prefill_tokens_per_s=15_000.0, step_s=0.008, step_s_per_token=8e-8, kv_tokens=400_000.0, is_measured=True)
 OBJECTIVE = LatencyObjective(ttft=Duration("2s"), tpot=Duration("40ms"))
@@ -59,7 +59,7 @@ class Fleet:
         )
         self.now_s = 1_780_000_000.0
         self.engines = {one.name: [self.now_s - 1000.0] for one in self.specs}
-        self.memory: Memory | None = None
+        self.memory: BindingMemory | None = None
         self.work = {"prefill": 0.0, "decode": 0.0}
         self.sums = {"arrivals": 0.0, "prompt": 0.0, "output": 0.0}
         self.histograms = ([0] * (len(TTFT_BOUNDS_S) + 1), [0] * (len(TPOT_BOUNDS_S) + 1))

@@ -23,8 +23,8 @@ from controller.api.autoscaling import (
 from controller.api.autoscaling_binding import RatioConstraint
 from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
-from controller.autoscaler.decision.saved_state import Memory, decode_memory, encode_memory
-from controller.autoscaler.decision.situation import Backlog, EngineReport, EngineState, Freshness, Metric, Speed
+from controller.autoscaler.decision.saved_state import BindingMemory, decode_memory, encode_memory
+from controller.autoscaler.decision.situation import Backlog, EngineReport, EngineState, Freshness, MetricReading, Speed
 from controller.autoscaler.decision.strategies.work import WorkParameters
 from controller.autoscaler.decision.traffic import Traffic
 from extproc.api.quantities import Duration
@@ -48,7 +48,7 @@ class Stage:
     def __init__(self, policy: AutoscalingPolicySpec = POLICY, **fields: object) -> None:
         self.policy = policy
         self.fields: dict[str, Any] = {"target": target_of(ready=2), "traffic": 4.0} | fields
-        self.memory: Memory | None = None
+        self.memory: BindingMemory | None = None
         self.now_s = NOW_S
 
     def look(self, after_s: float = 0.0, **fields: object) -> tuple[int | None, list[str]]:
@@ -188,7 +188,7 @@ def test_a_strategy_that_cannot_tell_keeps_replicas() -> None:
     policy = AutoscalingPolicySpec(
         strategies=(*POLICY.strategies, Strategy(name="Target")), metrics=(MetricTarget(name="cpu", value=1.0),)
     )
-    broken = {"cpu": Metric(NOW_S, problem="the server is down")}
+    broken = {"cpu": MetricReading(NOW_S, problem="the server is down")}
     assert Stage(policy, target=target_of(ready=9)).settled(metrics=broken)[0] == 9
     assert Stage(policy, target=target_of(ready=2)).settled(metrics=broken, traffic=12.0)[0] == 4
 

@@ -10,7 +10,7 @@ from controller.api.autoscaling import Behavior, MetricTarget, ScalingRules
 from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.decide_stage import LEAST_KNOWN_S
-from controller.autoscaler.decision.saved_state import Memory, decode_memory, encode_memory
+from controller.autoscaler.decision.saved_state import BindingMemory, decode_memory, encode_memory
 from controller.autoscaler.decision.situation import EngineReport, Freshness
 from tests.controller.autoscaler.decision.situations import (
     NOW_S,
@@ -30,7 +30,9 @@ BY_METRIC = AutoscalingPolicySpec(
 )
 
 
-def asked_for(policy: AutoscalingPolicySpec, memory: Memory | None, at_s: float) -> tuple[int | None, Memory]:
+def asked_for(
+    policy: AutoscalingPolicySpec, memory: BindingMemory | None, at_s: float
+) -> tuple[int | None, BindingMemory]:
     """Of five replicas with little to do."""
     now_s = NOW_S + at_s
     situation = situation_of(target_of(ready=5), traffic=traffic_of(0.5, now_s=now_s), now_s=now_s)

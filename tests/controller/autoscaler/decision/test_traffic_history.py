@@ -70,7 +70,7 @@ def test_counters_of_all_points_and_histograms_of_the_newest_are_exact() -> None
             late_s = EACH if age < FINE else EACH_OLD_HISTOGRAM
             assert said[max(0, int(time) - late_s)][1] <= sum(found.ttft) <= ttft
     requests = sum(points[-1].totals.ttft) - said[HOURS_S - 61][1]
-    new, old = Traffic(points).at(float(HOURS_S)), Traffic(points).at(float(HOURS_S - 60))
+    new, old = Traffic(points).totals_at(float(HOURS_S)), Traffic(points).totals_at(float(HOURS_S - 60))
     assert new is not None
     assert old is not None
     assert sum(new.ttft) - sum(old.ttft) == requests

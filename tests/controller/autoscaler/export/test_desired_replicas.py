@@ -9,7 +9,7 @@ import pytest
 from multidict import CIMultiDict
 
 from controller.autoscaler.export.desired_replicas import CURRENT, DESIRED, RATIO, ExportedTarget, ExportedTargets
-from controller.autoscaler.export.external_metrics import parse_front_proxy, quantity
+from controller.autoscaler.export.external_metrics import format_quantity, parse_front_proxy
 from controller.kube.authorizer import User
 from controller.kube.resources import parse_selector
 
@@ -86,7 +86,7 @@ def test_broken_selectors_are_refused(text: str) -> None:
 
 
 def test_quantities_are_whole_thousandths() -> None:
-    assert [quantity(one) for one in (0.0, 3.0, 1.5, 1 / 3)] == ["0", "3", "1500m", "333m"]
+    assert [format_quantity(one) for one in (0.0, 3.0, 1.5, 1 / 3)] == ["0", "3", "1500m", "333m"]
 
 
 def test_headers_count_only_beside_the_certificate_of_the_api_server() -> None:

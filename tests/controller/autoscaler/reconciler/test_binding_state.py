@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 from controller.autoscaler.decision.decision import Decision, StageDecision
-from controller.autoscaler.decision.saved_state import Memory, StageMemory, decode_memory, encode_memory
+from controller.autoscaler.decision.saved_state import BindingMemory, StageMemory, decode_memory, encode_memory
 from controller.autoscaler.decision.situation import Speed
 from controller.autoscaler.decision.speeds import EngineStart, StartDurations, expected_start_s
 from controller.autoscaler.decision.strategies.predictive import MOST_PLACES, PredictiveMemory
@@ -15,7 +15,7 @@ from controller.autoscaler.reconciler.binding_state import (
     AnnotationSchedule,
     decode_annotation,
     encode_annotation,
-    new_state,
+    new_binding_state,
     signal_wait_s,
 )
 
@@ -36,7 +36,7 @@ def test_the_largest_binding_fits_and_comes_back() -> None:
             began_at_s=0.0, decided_at_s=0.0, strategies={"Predictive": season}, speeds=speeds, starts=known
         )
 
-    memory = Memory({"Prefill": stage(names[:8]), "Decode": stage(names[8:])})
+    memory = BindingMemory({"Prefill": stage(names[:8]), "Decode": stage(names[8:])})
     text = encode_annotation(encode_memory(memory))
     assert text
     again = decode_memory(decode_annotation(text), 5.0)
@@ -49,7 +49,7 @@ def test_the_largest_binding_fits_and_comes_back() -> None:
 
 def test_measured_starts_count_before_what_the_target_says_after_a_restart_too() -> None:
     stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, starts={"main": StartDurations((EngineStart("a", 33.0),))})
-    again = decode_memory(decode_annotation(encode_annotation(encode_memory(Memory({"Both": stage})))), 5.0)
+    again = decode_memory(decode_annotation(encode_annotation(encode_memory(BindingMemory({"Both": stage})))), 5.0)
     assert expected_start_s(again.stages["Both"].starts["main"], 240.0) == 33.0
 
 
@@ -68,7 +68,7 @@ def written_by(learned: str, hours: float) -> list[tuple[float, str]]:
         (float(now_s), name)
         for now_s in range(0, int(hours * 3600), 5)
         for name, one in states.items()
-        if one.is_due(learned, float(now_s)) and one.next_text(b"%d" % now_s, learned, float(now_s))
+        if one.is_due(learned, float(now_s)) and one.next_annotation(b"%d" % now_s, learned, float(now_s))
     ]
 
 
@@ -95,7 +95,7 @@ def decision(*combined: float | None) -> Decision:
 
 def test_data_are_awaited_for_six_periods_and_three_seconds_at_least() -> None:
     assert (signal_wait_s(5.0), signal_wait_s(0.1)) == (30.0, 3.0)
-    state = new_state("1", random.Random(1), conflict_s=(0.2, 5.0))
+    state = new_binding_state("1", random.Random(1), conflict_s=(0.2, 5.0))
 
     def awaits_data(now_s: float, *combined: float | None) -> bool:
         return state.is_waiting_for_data(decision(*combined), 5.0, now_s)
@@ -109,4 +109,4 @@ def test_data_are_awaited_for_six_periods_and_three_seconds_at_least() -> None:
 
 
 def test_a_decision_without_stages_knows_nothing() -> None:
-    assert new_state("1", random.Random(1), conflict_s=(0.2, 5.0)).is_waiting_for_data(decision(), 5.0, 7.0)
+    assert new_binding_state("1", random.Random(1), conflict_s=(0.2, 5.0)).is_waiting_for_data(decision(), 5.0, 7.0)

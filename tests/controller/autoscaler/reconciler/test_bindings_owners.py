@@ -48,7 +48,7 @@ def deployment(replicas: int, *, writer: str = "", annotations: dict[str, str] |
 
 
 def ours(to: object) -> dict[str, str]:
-    return {SCALED_BY: MINE.text, SCALED_TO: str(to)}
+    return {SCALED_BY: MINE.annotation_value, SCALED_TO: str(to)}
 
 
 def test_the_older_binding_has_the_right_and_among_equals_the_first_name() -> None:

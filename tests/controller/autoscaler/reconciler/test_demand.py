@@ -10,10 +10,10 @@ import pytest
 
 from controller.autoscaler.decision.gateway_reports import EngineSignal
 from controller.autoscaler.decision.situation import EngineReport
-from controller.autoscaler.reconciler.demand import GatewayDemand, group_by_pod
+from controller.autoscaler.reconciler.demand import GatewayDemandSource, group_by_pod
 from controller.kube.informer import Informer
 from controller.kube.resources import PODS
-from extproc.api.status_pages import Demand, EngineDemand, ServerDemand
+from extproc.api.status_pages import EngineDemand, ProcessDemand, ServerDemand
 
 if TYPE_CHECKING:
     from controller.kube.client import Client
@@ -49,21 +49,21 @@ def in_flight(*numbers: int) -> ServerDemand:
 )
 async def test_only_what_is_new_rings(said: list[ServerDemand], rings: list[bool]) -> None:
     rung: list[str] = []
-    demand = GatewayDemand(NO_GATEWAYS, (), lambda: 0.0)
+    demand = GatewayDemandSource(NO_GATEWAYS, (), lambda: 0.0)
     demand._urgent = rung.append
     found = []
     for number, one in enumerate(said):
         rung.clear()
-        demand._on_demand("a/gateway", Demand("x", number, 0.0, {"a/llama": one}), float(number))
+        demand._on_demand("a/gateway", ProcessDemand("x", number, 0.0, {"a/llama": one}), float(number))
         found.append(rung == ["a/llama"])
     assert found == rings
 
 
 async def test_a_gateway_of_a_namespace_hastens_no_decision_of_another() -> None:
     rung: list[str] = []
-    demand = GatewayDemand(NO_GATEWAYS, ("gateways",), lambda: 0.0)
+    demand = GatewayDemandSource(NO_GATEWAYS, ("gateways",), lambda: 0.0)
     demand._urgent = rung.append
-    said = Demand("x", 1, 0.0, {"a/llama": ServerDemand(at_zero=1), "b/llama": ServerDemand(at_zero=1)})
+    said = ProcessDemand("x", 1, 0.0, {"a/llama": ServerDemand(at_zero=1), "b/llama": ServerDemand(at_zero=1)})
     demand._on_demand("b/gateway", said, 0.0)
     assert rung == ["b/llama"]
     demand._on_demand("gateways/one", said, 0.0)
@@ -71,13 +71,15 @@ async def test_a_gateway_of_a_namespace_hastens_no_decision_of_another() -> None
 
 
 async def test_what_is_remembered_of_a_gateway_does_not_grow_with_its_lies() -> None:
-    demand = GatewayDemand(NO_GATEWAYS, (), lambda: 0.0)
+    demand = GatewayDemandSource(NO_GATEWAYS, (), lambda: 0.0)
     server = ServerDemand(queued=9, at_zero=1)
     for number in range(1, 2000):
         # processes that do not answer, one that begins anew each time, and ever more slots
-        demand._on_demand("a/gateway", Demand("", 0, 0.0, {f"a/m{number}": server}, slot=f"silent{number}"), 0.0)
-        demand._on_demand("a/gateway", Demand(f"x{number}", 1, 0.0, {f"a/m{number}": server}, slot="same"), 0.0)
-        demand._on_demand("a/gateway", Demand("y", number, 0.0, {f"a/m{number}": server}, slot=f"s{number}"), 0.0)
+        demand._on_demand("a/gateway", ProcessDemand("", 0, 0.0, {f"a/m{number}": server}, slot=f"silent{number}"), 0.0)
+        demand._on_demand("a/gateway", ProcessDemand(f"x{number}", 1, 0.0, {f"a/m{number}": server}, slot="same"), 0.0)
+        demand._on_demand(
+            "a/gateway", ProcessDemand("y", number, 0.0, {f"a/m{number}": server}, slot=f"s{number}"), 0.0
+        )
     assert len(demand._last_reports) <= 64
     assert sum(len(one.unfinished) for one in demand._last_reports.values()) <= 64
 

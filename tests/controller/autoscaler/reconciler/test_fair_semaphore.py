@@ -24,7 +24,7 @@ from tests.scaling_scenes import target as engines_at
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from controller.autoscaler.decision.situation import Metric
+    from controller.autoscaler.decision.situation import MetricReading
     from controller.kube.client import Client
 
 
@@ -121,7 +121,7 @@ async def test_slow_engines_of_one_namespace_hold_up_no_other() -> None:
     sources = MetricSources(cast("Client", None), settings, wall_clock_s, lambda _: port)
     policy = AutoscalingPolicySpec(period=0.1, metrics=(MetricTarget(name="queue", value=5.0, source="Engine"),))
 
-    async def measured(found: ResolvedTarget) -> Metric:
+    async def measured(found: ResolvedTarget) -> MetricReading:
         given = [situation(engines_at())]
         (made,) = await sources.with_metrics(found.place[0], policy, [found], given)
         return made.metrics["queue"]

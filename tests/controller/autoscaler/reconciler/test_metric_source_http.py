@@ -26,7 +26,7 @@ from controller.autoscaler.reconciler.metric_source_http import (
     page_values,
     parse_credentials,
     prometheus_value,
-    query_request,
+    promql_of_query,
     usage_by_pod,
 )
 from controller.autoscaler.reconciler.metric_sources import MetricSample, entry_pods, total_metric, utilization_metric
@@ -51,9 +51,9 @@ def test_one_series_is_a_number() -> None:
 def test_the_age_is_that_of_the_sample_itself() -> None:
     marked = [({"attache_sample": "value"}, 100.0, "7"), ({"attache_sample": "time"}, 100.0, "80")]
     assert prometheus_value(answer(*marked)) == MetricValue(7.0, age_s=20.0)
-    assert query_request("sum(up)") == "sum(up)"
-    assert query_request(' queue{model="a"} ').startswith('label_replace(queue{model="a"}, ')
-    assert "or label_replace(timestamp(up)," in query_request("up")
+    assert promql_of_query("sum(up)") == "sum(up)"
+    assert promql_of_query(' queue{model="a"} ').startswith('label_replace(queue{model="a"}, ')
+    assert "or label_replace(timestamp(up)," in promql_of_query("up")
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from prometheus_client import CollectorRegistry
 from controller.autoscaler.decision.decision import Decision, StageDecision
 from controller.autoscaler.decision.situation import Situation
 from controller.autoscaler.decision.traffic import Traffic, TrafficHistory, TrafficSums
-from controller.autoscaler.reconciler.binding_state import BindingState, new_state
+from controller.autoscaler.reconciler.binding_state import BindingState, new_binding_state
 from controller.autoscaler.reconciler.metrics import ScalingMetrics, binding_series
-from controller.autoscaler.reconciler.result import Result
+from controller.autoscaler.reconciler.result import ReconciliationResult
 
 
-def state_after(result: Result) -> BindingState:
+def state_after(result: ReconciliationResult) -> BindingState:
     view: Any = SimpleNamespace(key="default/b", namespace="default")
-    state = new_state("1", Random(1), conflict_s=(0.2, 5.0))
+    state = new_binding_state("1", Random(1), conflict_s=(0.2, 5.0))
     state.store_result(view, result)
     return state
 
@@ -29,7 +29,9 @@ def state_after(result: Result) -> BindingState:
 def test_the_points_of_a_reconciliation_are_not_kept() -> None:
     points = TrafficHistory().points(1.0, TrafficSums())
     held = weakref.ref(points)
-    state = state_after(Result(now_s=1.0, situations=(Situation(now_s=1.0, targets=(), traffic=Traffic(points)),)))
+    state = state_after(
+        ReconciliationResult(now_s=1.0, situations=(Situation(now_s=1.0, targets=(), traffic=Traffic(points)),))
+    )
     del points
     gc.collect()
     assert held() is None
@@ -42,7 +44,7 @@ def test_a_stage_whose_targets_are_not_proven_the_cheapest_is_told() -> None:
     registry = CollectorRegistry()
     stages = (StageDecision("Prefill", (), 1.0, is_proven=False), StageDecision("Decode", (), 1.0))
     decision = Decision(binding="default/b", at_s=1.0, mode="Auto", targets=(), stages=stages)
-    state = state_after(Result(now_s=1.0, decision=decision))
+    state = state_after(ReconciliationResult(now_s=1.0, decision=decision))
     ScalingMetrics(registry).set_series_source(
         lambda: [one for one in (binding_series(state, lambda _: "m"),) if one is not None]
     )

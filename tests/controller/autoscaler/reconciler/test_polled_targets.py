@@ -199,10 +199,10 @@ async def test_a_write_of_ours_is_known_at_once_and_a_read_from_before_it_change
             return None if found is None else found.replicas
 
         # what is unknown is left to the read
-        kinds.wrote(target, {"metadata": metadata}, scale)
-        assert not kinds.is_read(target)
+        kinds.on_write_answered(target, {"metadata": metadata}, scale)
+        assert not kinds.has_been_tried(target)
         await eventually(lambda: replicas() == 2)
-        kinds.wrote(target, {"metadata": metadata}, scale)
+        kinds.on_write_answered(target, {"metadata": metadata}, scale)
         assert replicas() == 5
         at = client.reads
         await eventually(lambda: client.reads > at + 4)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, cast
 
 from controller.autoscaler.reconciler.informers import Informers
 from controller.autoscaler.reconciler.resolver import selecting_servers
-from controller.kube.cache import InformerSet, SharedInformers
 from controller.kube.client import Client, ObjectList, WatchEvent
 from controller.kube.resources import MODEL_SERVERS, Object, Resource
+from controller.kube.shared_informers import InformerSet, SharedInformers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -15,7 +15,7 @@ from controller.autoscaler.decision.situation import Engine, EngineState, Freshn
 from controller.autoscaler.reconciler.bindings import ManualOverride, trimmed_policy
 from controller.autoscaler.reconciler.controller import policy_status
 from controller.autoscaler.reconciler.resolver import ResolvedTarget, TargetProblem
-from controller.autoscaler.reconciler.result import Result, ScaleEvent, target_actions
+from controller.autoscaler.reconciler.result import ReconciliationResult, ScaleEvent, target_actions
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable
 from controller.autoscaler.reconciler.status import binding_events, binding_status
 from extproc.api.spec import API_VERSION
@@ -33,7 +33,7 @@ def result(
     steps: tuple[AppliedRule, ...] = (),
     hold: ManualOverride | None = None,
     problem: TargetProblem | None = None,
-) -> Result:
+) -> ReconciliationResult:
     found = Scalable(
         resource=KINDS[0].resource,
         key="default/llama",
@@ -51,7 +51,7 @@ def result(
     decision = Decision(binding="default/one", at_s=0.0, mode=mode, targets=(decided,), stages=(stage,))
     engines = tuple(Engine(str(number), EngineState.READY, 0.0) for number in range(current))
     holds = {} if hold is None else {"main": hold}
-    return Result(
+    return ReconciliationResult(
         now_s=1_800_000_000.0,
         policy=AutoscalingPolicySpec(mode=mode),
         resolved=(resolved,),
@@ -143,7 +143,7 @@ def test_a_change_by_hand_is_told_with_its_end() -> None:
     message = next(one["message"] for one in status["conditions"] if one["type"] == "ScalingActive")
     assert message == "main: kubectl has set 2 replicas, which stay until 2027-01-15T08:10:00Z"
     assert [one.reason for one in binding_events(held, status, {})] == ["ManualChangeHonoured"]
-    assert not held.steps[0].writes
+    assert not held.steps[0].is_written_by_us
 
 
 def test_a_target_whose_accelerator_no_node_has_is_told() -> None:
@@ -156,14 +156,14 @@ def test_a_target_whose_accelerator_no_node_has_is_told() -> None:
 
 
 def test_modes_and_problems_keep_from_writing() -> None:
-    assert result().steps[0].writes
+    assert result().steps[0].is_written_by_us
     for mode in ("Recommend", "Export", "Paused"):
-        assert not result(mode=mode).steps[0].writes
+        assert not result(mode=mode).steps[0].is_written_by_us
     assert result(mode="ScaleUpOnly", desired=1).steps[0].replicas == 2
     conflict = result(problem=TargetProblem("Conflict", "llama is scaled by another"))
-    assert not conflict.steps[0].writes
+    assert not conflict.steps[0].is_written_by_us
     assert conditions(binding_status(conflict, {}))["TargetsResolved"] == ("False", "Conflict")
-    assert result(problem=TargetProblem("ServerNotFound", "none", forbids=False)).steps[0].writes
+    assert result(problem=TargetProblem("ServerNotFound", "none", forbids=False)).steps[0].is_written_by_us
 
 
 def messages(status: dict[str, Any]) -> dict[str, str]:

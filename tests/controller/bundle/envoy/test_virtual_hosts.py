@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.bundle.envoy.virtual_hosts import Host, RouteEntry, match_conditions, path_prefix, virtual_hosts
+from controller.bundle.envoy.virtual_hosts import HostRoutes, RouteEntry, match_conditions, path_prefix, virtual_hosts
 from extproc.api.gateway_config import Listener
 from extproc.api.http_route import HTTPRoute, HTTPRouteMatch, HTTPRouteRule, HTTPRouteSpec, PathMatch, ValueMatch
 from extproc.api.match_patterns import covers_domain
@@ -51,7 +51,7 @@ def path_holds(match: PathMatch, path: str) -> bool:
     return wanted == [""] or has[: len(wanted)] == wanted
 
 
-def as_envoy_does(hosts: Sequence[Host], asked: Asked) -> RouteEntry | None:
+def as_envoy_does(hosts: Sequence[HostRoutes], asked: Asked) -> RouteEntry | None:
     """The most specific domain, then its first entry that holds."""
     exact = [host for host in hosts if host.domain == asked.host]
     wildcards = [host for host in hosts if host.domain[:2] == "*." and asked.host.endswith(host.domain[1:])]
@@ -191,7 +191,7 @@ def route(name: str, *hosts: str, **match: object) -> HTTPRoute:
     return HTTPRoute(metadata=Metadata(name=name), spec=spec)
 
 
-def names(host: Host) -> list[str]:
+def names(host: HostRoutes) -> list[str]:
     return [entry.route.metadata.name for entry in host.entries]
 
 

@@ -17,10 +17,10 @@ from controller.gateway.compile.file_discovery import (
     parse_file_discovery,
     read_endpoints,
 )
-from controller.gateway.picker_runner import read_bounded_text
+from controller.gateway.inference_pool_reconciler import read_bounded_text
+from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
 from extproc.api.decode import read_picker_file
-from extproc.api.errors import ConfigInvalid
 from extproc.llmd.picker_builder import InstalledPlugins
 
 CONFIG = """\

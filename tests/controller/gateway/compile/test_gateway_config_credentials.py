@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from controller.gateway.compile.gateway_config import (
-    Credentials,
+    CompiledAuthentication,
     SecretContent,
     referenced_secrets,
     resolve_gateway_config,
@@ -27,7 +27,7 @@ ISSUER = {"name": "login", "issuer": "https://login.example", "audiences": ["us"
 WHEN = "2026-11-23T12:00:00Z"
 
 
-def resolved(given: dict[str, Any], **secrets: SecretContent) -> Credentials:
+def resolved(given: dict[str, Any], **secrets: SecretContent) -> CompiledAuthentication:
     """Of a GatewayConfig in the namespace ``team``; what comes out is always something that a directory may hold."""
     decoded = msgspec.convert(given, Authentication)
     found = resolve_gateway_config(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from controller.gateway.compile.inference_pools import SETTINGS, server_from_pool, server_key
-from controller.gateway.compile.model_servers import ServerSet
+from controller.gateway.compile.model_servers import ModelServerCompiler
 from controller.kube.resources import key_of
 from extproc.api.picker_config import accept_any_plugins
 from tests.kube_objects import Object, pod
@@ -34,7 +34,7 @@ def compiled(thing: Object, *pods: Object) -> tuple[dict[str, Any] | None, str]:
     """The spec in the directory, and why there is none."""
     found = server_from_pool(thing)
     assert found.server is not None, found.complaint
-    servers = ServerSet(accept_any_plugins, lambda _: None)
+    servers = ModelServerCompiler(accept_any_plugins, lambda _: None)
     servers.put_pool("team/llama", thing)
     for one in pods:
         servers.put_pod(key_of(one), one)

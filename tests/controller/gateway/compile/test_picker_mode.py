@@ -11,8 +11,8 @@ from controller.gateway.compile.picker_mode import (
     LLM_D_OBJECTIVES,
     LLM_D_REWRITES,
     REWRITES,
-    PickerCompiler,
-    PickerOutcome,
+    InferencePoolCompiler,
+    InferencePoolResult,
 )
 from extproc.api.config_loader import load_snapshot
 from extproc.llmd.picker_builder import InstalledPlugins
@@ -31,27 +31,27 @@ schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}, {plugi
 """
 
 
-def compiler(*pods: str, thing: Object | None = None, picker: str | None = None) -> PickerCompiler:
+def compiler(*pods: str, thing: Object | None = None, picker: str | None = None) -> InferencePoolCompiler:
     """With the pool and ready pods at 10.0.0.1, 10.0.0.2 and so on."""
-    made = PickerCompiler(KEY, picker)
+    made = InferencePoolCompiler(KEY, picker)
     made.put("InferencePool", KEY, thing or pool())
     for number, name in enumerate(pods, start=1):
         made.put("Pod", f"team/{name}", pod(name, f"10.0.0.{number}", namespace="team"))
     return made
 
 
-def snapshot(outcome: PickerOutcome) -> Snapshot:
+def snapshot(outcome: InferencePoolResult) -> Snapshot:
     assert outcome.files is not None
     return load_snapshot(outcome.files)
 
 
-def addresses(outcome: PickerOutcome) -> list[str]:
+def addresses(outcome: InferencePoolResult) -> list[str]:
     (server,) = snapshot(outcome).servers
     assert server.metadata.key == KEY
     return [one.address for one in server.spec.endpoints]
 
 
-def reasons(outcome: PickerOutcome) -> list[str]:
+def reasons(outcome: InferencePoolResult) -> list[str]:
     return [one.reason for one in outcome.problems]
 
 
@@ -69,7 +69,7 @@ def test_streams_are_left_as_clients_asked_for_them_unless_the_pool_says_otherwi
 
 
 def test_without_a_pool_there_is_nothing_to_serve() -> None:
-    outcome = PickerCompiler(KEY).compile()
+    outcome = InferencePoolCompiler(KEY).compile()
     assert outcome.files is None
     assert reasons(outcome) == ["PoolNotFound"]
 
@@ -133,7 +133,7 @@ def test_a_pool_that_names_a_config_map_which_is_not_there_leaves_what_was_in_us
 
 
 def test_a_config_map_with_an_unknown_plugin_changes_nothing_and_says_which() -> None:
-    made = PickerCompiler(KEY, "team/how", check_picker=InstalledPlugins())
+    made = InferencePoolCompiler(KEY, "team/how", check_picker=InstalledPlugins())
     made.put("InferencePool", KEY, pool())
     unknown = picker_config("how", PICKER.replace("queue-scorer", "queue-scorr"), namespace="team")
     made.put("ConfigMap", "team/how", unknown)
@@ -189,7 +189,7 @@ def rule(*targets: str | tuple[str, int], models: tuple[str, ...] = ()) -> Objec
     return {"targets": listed, "matches": [{"model": {"type": "Exact", "value": one}} for one in models]}
 
 
-def rewrites(made: PickerCompiler) -> list[tuple[tuple[str, ...], list[tuple[str, int]]]]:
+def rewrites(made: InferencePoolCompiler) -> list[tuple[tuple[str, ...], list[tuple[str, int]]]]:
     (server,) = snapshot(made.compile()).servers
     return [(one.models, [(each.model, each.weight) for each in one.targets]) for one in server.spec.model_rewrites]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.commands.render import render_models
-from controller.models.runtimes.settings import BATCHED_PORT
+from controller.models.runtimes.engine_settings import BATCHED_PORT
 
 Plain = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from controller.api.serving_runtime import Connector, Engine
-from controller.commands.render import as_text, render, render_models
+from controller.commands.render import model_as_yaml, render, render_models
 from controller.kube.resources import PODS
 from controller.models.model.model_state import ModelState
 from controller.models.model.reconcile import reconcile
@@ -162,7 +162,7 @@ def test_the_status_says_where_a_sidecar_is_needed() -> None:
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang", "TensorRT-LLM"])
 def test_render_shows_both_roles_and_whether_a_sidecar_is_needed(engine: str) -> None:
     (made,) = render_models([model(engine=engine)])
-    text = as_text(made)
+    text = model_as_yaml(made)
     assert {name: one["settings"]["role"] for name, one in made.engines.items()} == {
         "apart/prefill": "prefill",
         "apart/decode": "decode",

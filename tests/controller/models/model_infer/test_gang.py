@@ -10,7 +10,7 @@ import pytest
 from controller.api.pod_spec_checks import parse_quantity, resource_requests
 from controller.kube.resources import MODEL_INFER_ROLES, PODS, SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, Resource
 from controller.models.model_infer.gang import is_schedulable, total_requests
-from controller.models.model_infer.model_infer_state import NodeCapacity, PodGroups
+from controller.models.model_infer.model_infer_state import GangSchedulingApis, NodeCapacity
 from tests.model_infer_cluster import Cluster, model_infer, role
 
 GPU = "nvidia.com/gpu"
@@ -39,11 +39,13 @@ def node(name: str, gpus: float, **more: Any) -> NodeCapacity:  # noqa: ANN401 -
 @pytest.mark.parametrize(
     ("scheduler", "kind", "served"),
     [
-        ("volcano", VOLCANO_POD_GROUPS, PodGroups(volcano=True)),
-        ("gang-scheduler", SCHEDULER_POD_GROUPS, PodGroups(scheduler_plugins=True)),
+        ("volcano", VOLCANO_POD_GROUPS, GangSchedulingApis(volcano=True)),
+        ("gang-scheduler", SCHEDULER_POD_GROUPS, GangSchedulingApis(scheduler_plugins=True)),
     ],
 )
-def test_a_pod_group_says_how_many_pods_start_together(scheduler: str, kind: Resource, served: PodGroups) -> None:
+def test_a_pod_group_says_how_many_pods_start_together(
+    scheduler: str, kind: Resource, served: GangSchedulingApis
+) -> None:
     cluster = ganged(replicas=2, schedulerName=scheduler)
     cluster.gang = served
     cluster.look()
@@ -63,7 +65,7 @@ def test_a_pod_group_says_how_many_pods_start_together(scheduler: str, kind: Res
 
 def test_a_pod_group_follows_the_replicas_of_its_roles() -> None:
     cluster = ganged(schedulerName="volcano")
-    cluster.gang = PodGroups(volcano=True)
+    cluster.gang = GangSchedulingApis(volcano=True)
     cluster.settle()
     cluster.thing["spec"]["template"]["roles"][0]["replicas"] = 2
     cluster.settle()
@@ -73,7 +75,7 @@ def test_a_pod_group_follows_the_replicas_of_its_roles() -> None:
 
 def test_fewer_replicas_may_suffice_to_start() -> None:
     cluster = ganged(schedulerName="volcano")
-    cluster.gang = PodGroups(volcano=True)
+    cluster.gang = GangSchedulingApis(volcano=True)
     cluster.thing["spec"]["template"]["gang"] = {"minRoleReplicas": {"all": 1, "router": 0}}
     cluster.thing["spec"]["template"]["roles"][0]["replicas"] = 4
     cluster.look()
@@ -83,7 +85,7 @@ def test_fewer_replicas_may_suffice_to_start() -> None:
 def test_volcanos_queue_is_taken_from_the_annotation() -> None:
     cluster = ganged(schedulerName="volcano")
     cluster.thing["metadata"]["annotations"] = {"scheduling.volcano.sh/queue-name": "research"}
-    cluster.gang = PodGroups(volcano=True)
+    cluster.gang = GangSchedulingApis(volcano=True)
     cluster.look()
     assert cluster.of(VOLCANO_POD_GROUPS)["default/llama-0"]["spec"]["queue"] == "research"
 
@@ -91,7 +93,7 @@ def test_volcanos_queue_is_taken_from_the_annotation() -> None:
 def test_kueue_is_told_by_marks_on_pods() -> None:
     cluster = ganged()
     cluster.thing["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "research"}
-    cluster.gang = PodGroups(kueue=True)
+    cluster.gang = GangSchedulingApis(kueue=True)
     cluster.look()
     metadata = cluster.pod("llama-0-router-0-0")["metadata"]
     assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "research"
@@ -187,7 +189,7 @@ def test_a_group_of_which_no_pod_has_a_node_holds_nothing() -> None:
 def test_order_of_start_within_a_gang() -> None:
     """Who starts later is not waited for by the scheduler: it is not made before."""
     cluster = ganged(schedulerName="volcano")
-    cluster.gang = PodGroups(volcano=True)
+    cluster.gang = GangSchedulingApis(volcano=True)
     cluster.thing["spec"]["template"]["roles"][1]["startsAfter"] = ["all"]
     cluster.look()
     assert cluster.of(VOLCANO_POD_GROUPS)["default/llama-0"]["spec"]["minMember"] == 2

@@ -14,8 +14,13 @@ import yaml
 from controller.api.model import ModelFormat
 from controller.api.serving_runtime import Arguments, Engine, EngineConfig, LoraLimits, Parallelism
 from controller.models.model.pod_templates import TRANSFER_S
+from controller.models.runtimes.engine_settings import (
+    EngineSettings,
+    build_command_line,
+    engine_settings,
+    unknown_settings,
+)
 from controller.models.runtimes.presets import built_in_objects, built_in_presets
-from controller.models.runtimes.settings import EngineSettings, build_command_line, engine_settings, unknown_settings
 from extproc.api.model_server import PdGroup
 from extproc.engines.dialects import DIALECTS
 from extproc.wire_protocol import LIVE_PATH

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 
 from controller.api.model import Backend, ModelFormat
-from controller.models.runtimes.presets import NotChosen, Preset, available_presets, built_in_presets, choose_preset
+from controller.models.runtimes.presets import (
+    Preset,
+    PresetNotChosen,
+    available_presets,
+    built_in_presets,
+    choose_preset,
+)
 from extproc.api.model_server import ServingProtocol
 
 if TYPE_CHECKING:
@@ -29,7 +35,7 @@ def form(priority: int = 1, version: str | None = None, name: str = "new", *, au
 def chosen(*own: dict[str, Any], cluster: tuple[dict[str, Any], ...] = (), **backend: Any) -> str:  # noqa: ANN401 - fields
     wanted, protocol = ModelFormat(name="new", version=backend.pop("version", None)), backend.pop("protocol", None)
     found = choose_preset(Backend(name="a", **backend), wanted, available_presets(own, cluster), protocol)
-    return f"{found.reason}: {found.message}" if isinstance(found, NotChosen) else str(found)
+    return f"{found.reason}: {found.message}" if isinstance(found, PresetNotChosen) else str(found)
 
 
 NONE, WRONG = "NoSupportingRuntime", "ProtocolNotServed"
@@ -83,7 +89,7 @@ def test_a_cluster_without_runtimes_has_the_built_in_ones(
     found = choose_preset(
         Backend(name="a"), ModelFormat(name=name, version=version or None), built_in_presets(), protocol
     )
-    assert (found.reason if isinstance(found, NotChosen) else found.name) == expected
+    assert (found.reason if isinstance(found, PresetNotChosen) else found.name) == expected
 
 
 def test_every_format_that_is_chosen_by_itself_is_in_the_table() -> None:
@@ -167,7 +173,7 @@ def test_the_first_protocol_is_the_default(
 ) -> None:
     preset = available_presets([runtime("a", engine=engine, protocolVersions=versions)], [])["a"]
     assert preset.problem == ""
-    assert preset.protocol(wanted) == expected
+    assert preset.rest_protocol_for(wanted) == expected
 
 
 def test_an_engine_that_is_named_needs_no_autoselect() -> None:

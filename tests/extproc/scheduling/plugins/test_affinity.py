@@ -38,7 +38,7 @@ def test_sources_are_headers_in_the_end(given: dict[str, Any], expected: tuple[s
     plugin = msgspec.convert(given, SessionAffinityScorer).with_plugins(OTHERS)
     assert headers(plugin) == expected
     assert plugin.ttl_s == ttl_s
-    assert plugin.has_ids
+    assert plugin.uses_client_ids
 
 
 def test_producers_that_the_file_does_not_declare_have_their_defaults() -> None:
@@ -50,7 +50,7 @@ def test_producers_that_the_file_does_not_declare_have_their_defaults() -> None:
 def test_a_token_needs_no_producer() -> None:
     plugin = SessionAffinityScorer()
     assert plugin.with_plugins(OTHERS) is plugin
-    assert not plugin.has_ids
+    assert not plugin.uses_client_ids
 
 
 def test_thunder_agent_keeps_sessions_of_agents() -> None:

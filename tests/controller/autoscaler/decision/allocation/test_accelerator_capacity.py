@@ -11,7 +11,7 @@ import pytest
 from controller.autoscaler.decision.allocation.accelerator_capacity import (
     AcceleratorClaim,
     AcceleratorShare,
-    Nodes,
+    NodeAccelerators,
     accelerator_kinds,
     accelerator_resources,
     capacity_after_claims,
@@ -96,14 +96,14 @@ def share(promised: int = 0, lacks: int = 0, *, accelerators: int = 1, kind: str
 
 
 def test_two_targets_of_one_binding_and_another_binding_share_what_is_there() -> None:
-    nodes = Nodes([node("a", 8), node("b", 4)])
+    nodes = NodeAccelerators([node("a", 8), node("b", 4)])
     mine = AcceleratorClaim((0, "1", "x"), (share(2), share(1, accelerators=4)))
     other = AcceleratorClaim((0, "2", "y"), (share(3),))
     assert capacity_after_claims(mine, ("h100",), nodes, [mine, other]) == 12 - 2 - 4 - 3
 
 
 def test_names_of_one_kind_are_one_kind() -> None:
-    nodes = Nodes([node("a", 8)])
+    nodes = NodeAccelerators([node("a", 8)])
     other = AcceleratorClaim((0, "2", "y"), (share(3, kind="H100"),))
     assert capacity_after_claims(AcceleratorClaim((0, "1", "x")), ("h100",), nodes, [other]) == 5
 
@@ -113,27 +113,27 @@ PCIE = "NVIDIA-H100-PCIe"
 
 
 def test_kinds_share_what_both_may_have() -> None:
-    nodes = Nodes([node("a", 8), node("b", 4, PCIE), node("c", 2, NAMES["a100"])])
+    nodes = NodeAccelerators([node("a", 8), node("b", 4, PCIE), node("c", 2, NAMES["a100"])])
     # two spellings of one kind are one pool
-    assert nodes.pools((HBM3, "nvidia-h100-80gb")) == {(HBM3, "nvidia-h100-80gb")}
+    assert nodes.pools_of_kinds((HBM3, "nvidia-h100-80gb")) == {(HBM3, "nvidia-h100-80gb")}
     # one kind that is part of another one is limited by itself, and together with it
-    assert nodes.pools(("H100", PCIE)) == {("H100", PCIE), (PCIE,)}
-    assert (nodes.free(("H100", PCIE)), nodes.free((PCIE,))) == (12, 4)
-    assert nodes.pools(("A100", "B200", "H100")) == {("A100",), ("B200",), ("H100",)}
+    assert nodes.pools_of_kinds(("H100", PCIE)) == {("H100", PCIE), (PCIE,)}
+    assert (nodes.free_accelerators(("H100", PCIE)), nodes.free_accelerators((PCIE,))) == (12, 4)
+    assert nodes.pools_of_kinds(("A100", "B200", "H100")) == {("A100",), ("B200",), ("H100",)}
     # 80GB are on both kinds of nodes, so it has to share with each of them
-    wide = Nodes([node("a", 8), node("c", 2, "NVIDIA-A100-SXM4-80GB"), node("d", 1, PCIE)])
-    assert wide.pools(("80gb", "h100")) == {("80gb",), ("h100",), ("80gb", "h100")}
-    assert wide.free(("80gb", "h100")) == 11
+    wide = NodeAccelerators([node("a", 8), node("c", 2, "NVIDIA-A100-SXM4-80GB"), node("d", 1, PCIE)])
+    assert wide.pools_of_kinds(("80gb", "h100")) == {("80gb",), ("h100",), ("80gb", "h100")}
+    assert wide.free_accelerators(("80gb", "h100")) == 11
 
 
 def test_a_resource_is_a_kind_beside_what_labels_say() -> None:
-    nodes = Nodes([node("a", 8), node("c", 2, NAMES["a100"])])
-    assert nodes.pools(("h100", "nvidia.com/gpu")) == {("h100",), ("h100", "nvidia.com/gpu")}
-    assert nodes.free(("h100", "nvidia.com/gpu")) == 10
+    nodes = NodeAccelerators([node("a", 8), node("c", 2, NAMES["a100"])])
+    assert nodes.pools_of_kinds(("h100", "nvidia.com/gpu")) == {("h100",), ("h100", "nvidia.com/gpu")}
+    assert nodes.free_accelerators(("h100", "nvidia.com/gpu")) == 10
 
 
 def test_what_an_earlier_one_lacks_is_left_to_it() -> None:
-    nodes = Nodes([node("a", 8)])
+    nodes = NodeAccelerators([node("a", 8)])
     first, second = (
         AcceleratorClaim((0, "1", "x"), (share(lacks=6),)),
         AcceleratorClaim((0, "2", "y"), (share(lacks=6),)),
@@ -145,7 +145,7 @@ def test_what_an_earlier_one_lacks_is_left_to_it() -> None:
 
 
 def test_what_fits_nowhere_is_not_kept_from_others() -> None:
-    nodes = Nodes([node(name, 2) for name in "abcd"])
+    nodes = NodeAccelerators([node(name, 2) for name in "abcd"])
     large = AcceleratorClaim((-5, "1", "x"), (share(promised=1, lacks=3, accelerators=8),))
     assert capacity_after_claims(AcceleratorClaim((0, "2", "y")), ("h100",), nodes, [large]) == 8
 
@@ -166,7 +166,7 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
         for i in range(rng.randint(2, 5))
     ]
     for _ in range(60):
-        nodes = Nodes([node(name, gpus, product) for name, (gpus, product) in free.items()])
+        nodes = NodeAccelerators([node(name, gpus, product) for name, (gpus, product) in free.items()])
         turn = rng.randrange(len(claims))
         mine = claims[turn]
         shares = list(mine.shares)
@@ -181,7 +181,7 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
             there = sum(gpus for gpus, of in free.values() if of == product)
             promised = sum(
                 # what fits nowhere takes nothing
-                min(one.promised, nodes.fits(one)) * one.accelerators
+                min(one.promised, nodes.replicas_on_empty_nodes(one)) * one.accelerators
                 for each in claims
                 for one in each.shares
                 if NAMES[one.kind] == product
@@ -212,9 +212,9 @@ def test_the_first_in_order_gets_what_becomes_free() -> None:
         AcceleratorClaim((0, "1", "x"), (share(lacks=2),)),
         AcceleratorClaim((0, "2", "y"), (share(lacks=5),)),
     )
-    full = Nodes([node("a", 0)])
+    full = NodeAccelerators([node("a", 0)])
     assert capacity_after_claims(second, ("h100",), full, [first, second]) == 0
-    freed = Nodes([node("a", 3)])
+    freed = NodeAccelerators([node("a", 3)])
     assert (
         headroom_in_replicas(second.shares[0], capacity_after_claims(second, ("h100",), freed, [first, second]), freed)
         == 1

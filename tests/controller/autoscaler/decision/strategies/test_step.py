@@ -9,7 +9,7 @@ import pytest
 from controller.api.autoscaling import MetricTarget
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.decide import decide, make_strategies
-from controller.autoscaler.decision.situation import EngineState, Metric, Situation
+from controller.autoscaler.decision.situation import EngineState, MetricReading, Situation
 from controller.autoscaler.decision.strategies.step import StepAdjustment, StepParameters, StepStrategy
 from extproc.api.quantities import decode_quantity
 from tests.controller.autoscaler.decision.situations import binding_of, spec_of
@@ -31,7 +31,9 @@ def seen(total: float, ready: int = 4, *, starting: int = 0, is_lower_bound: boo
     """``total``: of the queue."""
     engines = [engine(f"e{number}") for number in range(ready)]
     engines += [engine(f"s{number}", state=EngineState.STARTING) for number in range(starting)]
-    return situation(target(engines), metrics={"queue": Metric(NOW_S, total=total, is_lower_bound=is_lower_bound)})
+    return situation(
+        target(engines), metrics={"queue": MetricReading(NOW_S, total=total, is_lower_bound=is_lower_bound)}
+    )
 
 
 def asked(given: Situation, *metrics: MetricTarget) -> float | None:
@@ -66,19 +68,19 @@ def test_a_target_for_all_replicas_is_not_divided_among_them() -> None:
 
 def test_the_largest_ratio_of_several_metrics_counts_and_a_missing_one_forbids_scaling_in() -> None:
     engines = [engine(f"e{number}") for number in range(4)]
-    cpu = Metric(NOW_S, by_engine={f"e{number}": 0.6 for number in range(4)})
-    both = {"queue": Metric(NOW_S, total=0.0), "cpu": cpu}
+    cpu = MetricReading(NOW_S, by_engine={f"e{number}": 0.6 for number in range(4)})
+    both = {"queue": MetricReading(NOW_S, total=0.0), "cpu": cpu}
     assert asked(situation(target(engines), metrics=both), QUEUE, CPU) == 5
-    gone = {"queue": Metric(NOW_S, total=0.0), "cpu": Metric(NOW_S, problem="no value")}
+    gone = {"queue": MetricReading(NOW_S, total=0.0), "cpu": MetricReading(NOW_S, problem="no value")}
     assert asked(situation(target(engines), metrics=gone), QUEUE, CPU) is None
-    gone["queue"] = Metric(NOW_S, total=41.0)
+    gone["queue"] = MetricReading(NOW_S, total=41.0)
     assert asked(situation(target(engines), metrics=gone), QUEUE, CPU) == 5
 
 
 def test_what_is_not_known_of_all_engines_only_scales_out() -> None:
     engines = [engine(f"e{number}") for number in range(4)]
-    assert asked(situation(target(engines), metrics={"cpu": Metric(NOW_S, by_engine={"e0": 0.01})}), CPU) is None
-    assert asked(situation(target(engines), metrics={"cpu": Metric(NOW_S, by_engine={"e0": 0.6})}), CPU) == 5
+    assert asked(situation(target(engines), metrics={"cpu": MetricReading(NOW_S, by_engine={"e0": 0.01})}), CPU) is None
+    assert asked(situation(target(engines), metrics={"cpu": MetricReading(NOW_S, by_engine={"e0": 0.6})}), CPU) == 5
     assert asked(seen(0, is_lower_bound=True)) is None
     assert asked(seen(41, is_lower_bound=True)) == 5
     assert asked(seen(41, ready=0, starting=2)) is None
@@ -96,7 +98,9 @@ def test_a_policy_takes_steps_and_behaves_as_an_hpa() -> None:
     (made,) = make_strategies(policy)
     assert made == StepStrategy(StepParameters((StepAdjustment(ratio=1.5, value=3),), ()), policy.metrics)
     spec = spec_of()
-    there = situation(target([engine("e0"), engine("e1")], spec=spec), metrics={"queue": Metric(NOW_S, total=40.0)})
+    there = situation(
+        target([engine("e0"), engine("e1")], spec=spec), metrics={"queue": MetricReading(NOW_S, total=40.0)}
+    )
     decision, _ = decide(policy, binding_of(spec), [there], None, NOW_S)
     assert decision.targets[0].desired == 5
     assert decision.stages[0].recommendations[0].reason == "queue is 2.00 times its target, above 1.5"

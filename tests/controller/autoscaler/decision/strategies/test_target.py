@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from controller.api.autoscaling import MetricTarget
-from controller.autoscaler.decision.situation import Backlog, EngineState, Metric, Situation
+from controller.autoscaler.decision.situation import Backlog, EngineState, MetricReading, Situation
 from controller.autoscaler.decision.strategies.target import (
     Proposal,
     TargetStrategy,
@@ -199,8 +199,8 @@ def test_a_target_for_all_says_nothing_while_no_engine_is_ready() -> None:
 def test_a_metric_that_is_not_a_number_is_unknown() -> None:
     weird = MetricTarget("weird", 10, source="Prometheus")
     for value in (math.nan, math.inf):
-        assert asked(pool(report(), metrics={"weird": Metric(NOW_S, total=value)}), weird) is None
-        assert asked(pool(report(), metrics={"weird": Metric(NOW_S, by_engine={"e0": value})}), weird) is None
+        assert asked(pool(report(), metrics={"weird": MetricReading(NOW_S, total=value)}), weird) is None
+        assert asked(pool(report(), metrics={"weird": MetricReading(NOW_S, by_engine={"e0": value})}), weird) is None
 
 
 def test_tolerance_differs_by_direction() -> None:
@@ -232,7 +232,7 @@ def test_more_load_never_asks_for_less_and_no_answer_is_nan() -> None:
         for found, seen in ((first, less), (second, more)):
             assert found is None or math.isfinite(found)
             if any(one is None for one in reports):
-                assert found is None or found >= seen.current
+                assert found is None or found >= seen.current_replicas
 
 
 def test_the_reason_tells_metric_value_and_target() -> None:

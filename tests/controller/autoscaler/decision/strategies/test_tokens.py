@@ -14,7 +14,7 @@ from controller.api.autoscaling_binding import EngineCapacity, ScaleTarget
 from controller.api.common import ObjectReference
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Situation
 from controller.autoscaler.decision.strategies.tokens import (
-    Lengths,
+    MeanTokenLengths,
     TokensMemory,
     TokensParameters,
     TokensStrategy,
@@ -98,9 +98,9 @@ def test_ten_observations_are_kept() -> None:
 
 def test_the_scheduler_bounds_what_an_engine_can_hold() -> None:
     # 2048 * 100 / 1100 = 186 sequences of 1050 tokens
-    assert steady_tokens(Lengths(1000, 100), 2048, 256) == pytest.approx(2048 * 100 / 1100 * 1050)
-    assert steady_tokens(Lengths(10, 1000), 8192, 256) == pytest.approx(256 * 510)
-    assert steady_tokens(Lengths(10, 0), 8192, 256) == 0.0
+    assert steady_tokens(MeanTokenLengths(1000, 100), 2048, 256) == pytest.approx(2048 * 100 / 1100 * 1050)
+    assert steady_tokens(MeanTokenLengths(10, 1000), 8192, 256) == pytest.approx(256 * 510)
+    assert steady_tokens(MeanTokenLengths(10, 0), 8192, 256) == 0.0
 
 
 def test_an_unknown_engine_changes_nothing_by_itself_and_forbids_scaling_in() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from controller.api.autoscaling import LatencyObjective
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Situation
-from controller.autoscaler.decision.strategies.work import ModelCorrection, WorkMemory, WorkParameters, WorkStrategy
+from controller.autoscaler.decision.strategies.work import LatencyCorrection, WorkMemory, WorkParameters, WorkStrategy
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import NOW_S, SPEED, situation_of, spec_of, target_of, traffic_of
 
@@ -204,7 +204,7 @@ class TestCorrection:
     def test_it_fades(self) -> None:
         situation = situation_of(target_of(ready=9), traffic=traffic_of(2.0), now_s=NOW_S)
         _, memory = WorkStrategy().recommend(
-            situation, WorkMemory(NOW_S - 60, ModelCorrection(at_s=NOW_S - 60, factor=2.0))
+            situation, WorkMemory(NOW_S - 60, LatencyCorrection(at_s=NOW_S - 60, factor=2.0))
         )
         assert memory is not None
         assert factor(memory) == pytest.approx(1 + math.pow(0.5, 60 / 3600))

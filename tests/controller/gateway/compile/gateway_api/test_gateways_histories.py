@@ -176,4 +176,4 @@ def assert_loads(outcome: CompileResult) -> None:
         for pair in listener_.tls.certificates if listener_.tls else ():
             assert {pair.cert_file, pair.key_file} <= outcome.files.keys()
     for server_ in found.servers:
-        assert set(server_.spec.connection.files) <= outcome.files.keys()
+        assert set(server_.spec.connection.referenced_files) <= outcome.files.keys()

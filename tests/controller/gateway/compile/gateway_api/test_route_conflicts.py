@@ -40,7 +40,7 @@ def have_host(listener: str, one: Route, other: Route) -> bool:
 def test_the_older_of_two_with_a_common_host_is_taken(found: list[RouteClaim]) -> None:
     taken: list[tuple[Route, str]] = []
     lost = set()
-    for one in sorted(found, key=lambda one: (one.route.identity.age, one.route.kind.kind)):
+    for one in sorted(found, key=lambda one: (one.route.identity.age_sort_key, one.route.kind.kind)):
         for name in one.listeners:
             rivals = [other for other, at in taken if at == name and other.kind != one.route.kind]
             if any(have_host(LISTENERS[name], one.route, other) for other in rivals):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from controller.kube.resources import MODEL_INFERS, PODS, Object, Resource, key_of
-from controller.models.model_infer.model_infer_state import PodGroups
+from controller.models.model_infer.model_infer_state import GangSchedulingApis
 from tests.controller.models.model_infer.chaos import events
 from tests.controller.models.model_infer.chaos.oracle import Broken, Oracle
 from tests.controller.models.model_infer.chaos.specs import Spec, pod_template, with_image
@@ -37,7 +37,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     spec: Spec
     seed: int = 0
     nodes: int = 6
-    gang: PodGroups = PodGroups()
+    gang: GangSchedulingApis = GangSchedulingApis()
     has_capacity: bool = True
     request_each_s: float = 10.0
     noise: float = 0.0

@@ -13,7 +13,7 @@ from controller.kube.resources import PODS
 from controller.models.model_infer import child_objects as owned
 from controller.models.model_infer import groups as sizing
 from controller.models.model_infer import pod_changes as holds
-from controller.models.model_infer import pod_state, reconcile, removal
+from controller.models.model_infer import pod_removal, pod_state, reconcile
 from tests.controller.models.model_infer.chaos import events, specs
 from tests.controller.models.model_infer.chaos.history import Start
 from tests.virtual_cluster import manager as managers
@@ -67,14 +67,14 @@ def _forgets_uids(patch: pytest.MonkeyPatch) -> None:
 
 
 def _does_not_drain(patch: pytest.MonkeyPatch) -> None:
-    drain = removal.drain
+    drain = pod_removal.drain
     patch.setattr(reconcile, "drain", lambda *given: drain(*given[:-1], 0.0))
 
 
 def _drains_by_memory(patch: pytest.MonkeyPatch) -> None:
     """When it began to drain a pod is known to this process only, and gateways are never told."""
     began: dict[str, float] = {}
-    drain = removal.drain
+    drain = pod_removal.drain
 
     def mistaken(leaving: Any, groups: Any, observed: Any, now_s: float, drain_s: float) -> Any:  # noqa: ANN401
         found = drain(leaving, groups, observed, now_s, drain_s)

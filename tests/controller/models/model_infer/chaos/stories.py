@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from controller.models.model_infer import reconcile
-from controller.models.model_infer.model_infer_state import PodGroups
+from controller.models.model_infer.model_infer_state import GangSchedulingApis
 from tests.controller.models.model_infer.chaos import ending, events, specs
 from tests.controller.models.model_infer.chaos.history import History, Start
 
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 def starts(*, most_groups: int = 4) -> st.SearchStrategy[Start]:
     """Too little room for all in some of them."""
-    gangs = [PodGroups(), PodGroups(), PodGroups(volcano=True), PodGroups(scheduler_plugins=True)]
+    gangs = [
+        GangSchedulingApis(),
+        GangSchedulingApis(),
+        GangSchedulingApis(volcano=True),
+        GangSchedulingApis(scheduler_plugins=True),
+    ]
     return st.builds(
         Start,
         spec=specs.specs(most_groups=most_groups),
