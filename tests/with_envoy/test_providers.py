@@ -151,7 +151,7 @@ class Gateway:
         self.servers = servers
         self.log = log
         self.pids: dict[str, int] = {}
-        # requests that reached some server since all were healed, and answers that extproc counts: more for some of them
+        # requests that reached some server since all were healed, and answers that extproc counts: of some, more
         self.served = 0
         self.told = self.told_at_heal = 0.0
         self.processes: Processes
