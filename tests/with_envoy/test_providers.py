@@ -151,8 +151,9 @@ class Gateway:
         self.servers = servers
         self.log = log
         self.pids: dict[str, int] = {}
-        # requests that reached some server
+        # requests that reached some server since all were healed, and answers that extproc counts: of some, more
         self.served = 0
+        self.told = self.told_at_heal = 0.0
         self.processes: Processes
         ports = dict(zip(("envoy", "admin", "extproc", "metrics"), free_ports(4), strict=True))
         self.addresses = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
@@ -187,10 +188,12 @@ class Gateway:
             counts = [
                 line.rpartition(" ")[2] for line in page.splitlines() if line.startswith("attache_answers_total{")
             ]
-            return sum(map(float, counts)) >= self.served
+            before, self.told = self.told, sum(map(float, counts))
+            return self.told >= self.told_at_heal + self.served and self.told == before
 
         # what an outcome says later would count again
-        await eventually(all_told)
+        await eventually(all_told, pause_s=0.1)
+        self.told_at_heal, self.served = self.told, 0
         for name in self._names:
             answer = await self.http.post(f"{self.metrics}/breakers/reset?server=default/{name}")
             assert answer.status_code == 200, answer.text

@@ -305,7 +305,7 @@ class History:
             self.paused, self.pause_ends_s = chosen.choice(self.living), machines.now + chosen.choice([3.0, 9.0, 12.0])
         awake = [one for one in self.living if one is not self.paused or machines.now >= self.pause_ends_s]
         for one in awake:
-            await one.beat()
+            await one.heartbeat()
             self.heard[one] = machines.now
         return awake
 
