@@ -106,9 +106,8 @@ def main() -> int:
         )
         return 2
     began_s = time.perf_counter()
-    print(
-        f"kube-assets: building Kubernetes {pinned_versions().kubernetes} and etcd {pinned_versions().etcd}, some minutes once"
-    )
+    versions = pinned_versions()
+    print(f"kube-assets: building Kubernetes {versions.kubernetes} and etcd {versions.etcd}, some minutes once")
     build(pinned_versions(), out)
     print(f"kube-assets: {out} after {time.perf_counter() - began_s:.0f} s")
     return 0

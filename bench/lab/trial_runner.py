@@ -235,8 +235,8 @@ def run_trials(
 ) -> list[TrialReport]:
     """The reports, in the order of ``trials``. Raises the exception of the first trial that fails.
 
-    ``kept``: the directory of finished reports; a trial that was made of the same things (``bench.lab.trial_runner``) is read
-    from there, unless ``fresh``. ``jobs``: processes; 0: one for each processor.
+    ``kept``: the directory of finished reports; a trial that was made of the same things (``bench.lab.trial_runner``)
+    is read from there, unless ``fresh``. ``jobs``: processes; 0: one for each processor.
     """
     kept.mkdir(parents=True, exist_ok=True)
     files = [kept / f"{trial_cache_key(trial)}.json.gz" for trial in trials]

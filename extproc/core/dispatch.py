@@ -590,8 +590,8 @@ def adds_usage_request(arrival: Arrival, attachment: GatewayProperties) -> bool:
 
 def body_changes(arrival: Arrival, attachment: GatewayProperties) -> BodyChanges:
     """What an engine must read otherwise than the client wrote it: the engines' model name, usage if it is to be asked
-    for (see ``adds_usage_request``), the gateway's cache salt, the limit of a fallback's answers, and none of the fields
-    that clients may not set.
+    for (see ``adds_usage_request``), the gateway's cache salt, the limit of a fallback's answers, and none of the
+    fields that clients may not set.
     """
     request, changes = arrival.request, dict[str, object]()
     # a provider knows no such field; with fallbacks there is one body for all attempts, and Envoy cuts it out there

@@ -210,8 +210,8 @@ class KvIndex:
     def match(self, chains: dict[int, list[int]], now: float) -> list[CachedPrefix]:
         """How much of a prompt each endpoint holds, grouped by endpoints that hold the same.
 
-        ``chains``: the result of ``block_keys``. Every block is looked up: unlike in the approximate index, an endpoint may
-        hold a block without its predecessors.
+        ``chains``: the result of ``block_keys``. Every block is looked up: unlike in the approximate index, an endpoint
+        may hold a block without its predecessors.
         """
         found: list[CachedPrefix] = []
         for size, chain in chains.items():

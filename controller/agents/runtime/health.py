@@ -17,7 +17,7 @@ DRAINING: Final = "draining"
 
 
 class HealthSettings(msgspec.Struct, frozen=True):
-    """``consecutive_failures``: probes in a row until not ready. ``dead_after_s``: of silence until the engine is called dead.
+    """``consecutive_failures``: probes in a row until not ready. ``dead_after_s``: of silence until the engine is dead.
 
     An unanswered probe counts as one failure for each ``probe_timeout_s``: no second one is sent meanwhile, so probes
     never pile up in an engine that hangs.

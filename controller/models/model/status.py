@@ -90,8 +90,8 @@ def current_condition(thing: Object, type_: str) -> Mapping[str, Any]:
 class BackendState(msgspec.Struct, frozen=True, kw_only=True):
     """``wanted``, ``there``, ``ready`` and ``updated``: replicas. ``is_current``: its ModelInfer has the Model's
     fields, and reports that it has applied them. ``is_blocked``: the new revision does not become ready.
-    ``any_pod_scheduled``: a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer. ``roles``:
-    engines of prefill and of decode; empty if they are not apart.
+    ``any_pod_scheduled``: a pod has a node. ``failure``: a reason and a message, of a pod or of the ModelInfer.
+    ``roles``: engines of prefill and of decode; empty if they are not apart.
     """
 
     name: str

@@ -29,7 +29,7 @@ class NodeCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GangSchedulingApis(msgspec.Struct, frozen=True, kw_only=True):
-    """Which kinds of gang scheduling the cluster has: the API server serves these GangSchedulingApis, or Kueue's Workloads."""
+    """Which kinds of gang scheduling the cluster has: the API server serves these PodGroups, or Kueue's Workloads."""
 
     volcano: bool = False
     scheduler_plugins: bool = False

@@ -82,7 +82,8 @@ def _was_blocked(target: DesiredState) -> bool:
 def _done(target: DesiredState) -> str:
     update = target.history.update
     if target.first_updated_ordinal and update.hash != target.current.hash:
-        return f"groups from {target.first_updated_ordinal} on have revision {update.hash}, the others {target.current.hash}"
+        first = target.first_updated_ordinal
+        return f"groups from {first} on have revision {update.hash}, the others {target.current.hash}"
     return f"all groups have revision {update.hash}"
 
 
