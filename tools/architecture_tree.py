@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parent.parent
 PAGE: Final = ROOT / "ARCHITECTURE.md"
-_STATES: Final = ROOT / "extproc" / "core" / "states.py"
+_STATES: Final = ROOT / "extproc" / "core" / "request_states.py"
 _PACKAGES: Final = ("attache", "extproc", "controller", "bench")
 _COLUMN: Final = 26
 _WIDTH: Final = 120

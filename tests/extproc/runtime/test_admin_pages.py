@@ -47,7 +47,7 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, li
             written.append(len(piece))
             yield piece
 
-    monkeypatch.setattr(metrics.registry, "pieces", pieces)
+    monkeypatch.setattr(metrics.registry, "exposition_chunks", pieces)
     port = free_ports(1)[0]
     listener = listen(f"127.0.0.1:{port}")
     # the kernel would take a whole page now and then

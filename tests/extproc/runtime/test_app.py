@@ -488,12 +488,12 @@ from extproc.feeds.config_directory import DirectoryFeed
 from extproc.feeds.engine_scraper import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
 from extproc.feeds.saved_limits import SavedLimits
-from extproc.replication.peers import Peers
+from extproc.replication.peers import PeerEventExchange
 
 async def fails(*_args, **_more):
     raise ZeroDivisionError("a mistake of ours")
 
-for feed in (EngineScraper, KvEventFeed, SavedLimits, Peers):
+for feed in (EngineScraper, KvEventFeed, SavedLimits, PeerEventExchange):
     feed.run = fails
 watch, starts = DirectoryFeed.watch, []
 async def fails_once(self):
