@@ -188,7 +188,7 @@ class FairQueue:
             row, match = band.flows.choose_flow(candidates, capacity.open, now)
             first = itertools.islice(band.flows.ordered_requests(row), _REQUESTS_EXAMINED)
             for queued in first if match is None else (match,):
-                rows = capacity.rows_with_room_for(queued)
+                rows = capacity.rows_with_headroom_for(queued)
                 if rows is not None:
                     return queued, rows
                 capacity.reserve_for(queued)
@@ -263,7 +263,7 @@ class FlowControlGate:
         ceilings.on_arrival(band)
         if len(self.queue) or not ceilings.is_open(band, capacity.saturation, now):
             return None
-        rows = capacity.rows_with_room_for(queued)
+        rows = capacity.rows_with_headroom_for(queued)
         if rows is not None:
             ceilings.on_dispatch(band, capacity.saturation, now)
         return rows
@@ -315,7 +315,9 @@ class FlowControlGate:
         if expiry_s is None:
             return None
         # the latest capacity is current: any dispatch since would have replaced it
-        opens_s = self._latest.next_room_at_s() if self._latest is not None and len(self._table) else now + RECHECK_S
+        opens_s = (
+            self._latest.next_headroom_at_s() if self._latest is not None and len(self._table) else now + RECHECK_S
+        )
         return min(expiry_s, opens_s, self.queue.next_band_opens_at_s(now))
 
     def retry_after_s(self, now: float) -> int:

@@ -84,7 +84,7 @@ class EndpointHeadroom:
         self.saturation = self._saturation()
         self.stale_endpoints = int(np.count_nonzero(self._candidates & (trust < _STALE)))
 
-    def rows_with_room_for(self, queued: QueuedRequest) -> Bools | None:
+    def rows_with_headroom_for(self, queued: QueuedRequest) -> Bools | None:
         """The endpoints that can take the request now; None if there are none."""
         rows = self._fitting(self.open, queued)
         if not rows.any():
@@ -101,7 +101,7 @@ class EndpointHeadroom:
             self.open, self._allowed = self.open.copy(), self._allowed.copy()
             self.open[nearest] = self._allowed[nearest] = False
 
-    def next_room_at_s(self) -> float:
+    def next_headroom_at_s(self) -> float:
         """When an endpoint may next get room if no event comes first."""
         waits = self._backlog_s[self._candidates & (self._backlog_s >= self._limits.max_wait_s)]
         # A moment later, so that rounding does not leave it full.

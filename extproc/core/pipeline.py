@@ -646,7 +646,7 @@ class AdmissionPipeline:
     def _answer_from_cache(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """A hit has used one request, and no tokens; raises StoredAnswer."""
         try:
-            found = self.caches.look_up(record.pending_arrival, record.attachment, record.ticket, now)
+            found = self.caches.lookup(record.pending_arrival, record.attachment, record.ticket, now)
         except StoredAnswer:
             out.append(CacheLookup(record.pending_arrival.destination.route, "hit"))
             grants, record.grants = record.grants, ()

@@ -312,7 +312,7 @@ class ResponseCaches:
             self._specs = found
             self.store.drop_unreachable({route: spec.generation for route, spec in found.items()})
 
-    def look_up(
+    def lookup(
         self, arrival: Arrival, attachment: GatewayProperties, ticket: str, now: float
     ) -> tuple[CacheLookup, AnswerToStore | None] | None:
         """What was found, and what to do with the answer; None: the route has no cache.

@@ -44,7 +44,7 @@ def test_one_very_full_engine_does_not_make_the_others_full(table: EndpointTable
     say(table, 1)
     capacity = EndpointHeadroom(table, REPORTS, NOW)
     assert capacity.saturation == 0.5
-    rows = capacity.rows_with_room_for(WANTED)
+    rows = capacity.rows_with_headroom_for(WANTED)
     assert rows is not None
     assert rows.nonzero()[0].tolist() == [1]
 
@@ -53,13 +53,13 @@ def test_a_burst_between_two_reports_does_not_overload_engines_that_looked_empty
     say(table, 0)
     say(table, 1)
     sent = 0
-    while (rows := EndpointHeadroom(table, REPORTS, NOW + 0.1).rows_with_room_for(WANTED)) is not None:
+    while (rows := EndpointHeadroom(table, REPORTS, NOW + 0.1).rows_with_headroom_for(WANTED)) is not None:
         begin_request(table, int(rows.argmax()), work=10_000, tokens=10_100, now=NOW + 0.1)
         sent += 1
     assert sent == 10
     # once their prefill is done by our books, they run, and do not wait
     assert (
-        EndpointHeadroom(table, REPORTS, NOW + 0.1 + 1.5 * 50_000 / INITIAL_PREFILL_RATE).rows_with_room_for(WANTED)
+        EndpointHeadroom(table, REPORTS, NOW + 0.1 + 1.5 * 50_000 / INITIAL_PREFILL_RATE).rows_with_headroom_for(WANTED)
         is not None
     )
 
@@ -77,9 +77,9 @@ def test_tokens_dispatched_since_the_report_count_against_a_known_cache_size(tab
 def test_missing_reports_never_stop_requests(table: EndpointTable) -> None:
     say(table, 0, waiting=500, kv=1.0)
     say(table, 1, waiting=500, kv=1.0)
-    assert EndpointHeadroom(table, REPORTS, NOW + 1).rows_with_room_for(WANTED) is None
+    assert EndpointHeadroom(table, REPORTS, NOW + 1).rows_with_headroom_for(WANTED) is None
     late = EndpointHeadroom(table, REPORTS, NOW + 60)
-    assert late.rows_with_room_for(WANTED) is not None
+    assert late.rows_with_headroom_for(WANTED) is not None
     assert late.stale_endpoints == 2
 
 
@@ -88,7 +88,7 @@ def test_engines_without_any_report_are_judged_by_our_own_counts(table: Endpoint
     for row in (0, 1):
         for _ in range(128):
             begin_request(table, row, work=0, now=NOW)
-    assert EndpointHeadroom(table, REPORTS, NOW).rows_with_room_for(WANTED) is None
+    assert EndpointHeadroom(table, REPORTS, NOW).rows_with_headroom_for(WANTED) is None
     # a limit of our own takes the place of that guess
     many = SaturationSpec(queue_depth=5, kv_usage=0.8, max_wait=None, max_requests=500).limits()
     assert EndpointHeadroom(table, many, NOW).saturation == pytest.approx(128 / 500)
@@ -98,11 +98,11 @@ def test_requests_and_tokens_in_flight(table: EndpointTable) -> None:
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_requests=2, max_tokens=1000).limits()
     begin_request(table, 0, work=0, tokens=950, now=NOW)
     begin_request(table, 1, work=0, tokens=10, now=NOW)
-    rows = EndpointHeadroom(table, limits, NOW).rows_with_room_for(WANTED)
+    rows = EndpointHeadroom(table, limits, NOW).rows_with_headroom_for(WANTED)
     assert rows is not None
     assert rows.nonzero()[0].tolist() == [1]
     begin_request(table, 1, work=0, tokens=10, now=NOW)
-    assert EndpointHeadroom(table, limits, NOW).rows_with_room_for(WANTED) is None
+    assert EndpointHeadroom(table, limits, NOW).rows_with_headroom_for(WANTED) is None
 
 
 def test_tokens_in_flight_fill_an_engine_little_by_little(table: EndpointTable) -> None:
@@ -121,14 +121,14 @@ def test_the_expected_wait_fills_an_engine_until_it_is_short_again(table: Endpoi
     for row, tokens in ((0, 7_000), (1, 9_000)):
         begin_request(table, row, work=tokens, now=NOW)
     capacity = EndpointHeadroom(table, limits, NOW)
-    assert capacity.rows_with_room_for(WANTED) is None
-    again_s = capacity.next_room_at_s()
+    assert capacity.rows_with_headroom_for(WANTED) is None
+    again_s = capacity.next_headroom_at_s()
     assert again_s == pytest.approx(NOW + 0.2, abs=0.001)
     assert EndpointHeadroom(table, limits, again_s).open.nonzero()[0].tolist() == [0]
 
 
 def test_there_is_always_a_time_to_check_again(table: EndpointTable) -> None:
-    assert EndpointHeadroom(table, REPORTS, NOW).next_room_at_s() == NOW + RECHECK_S
+    assert EndpointHeadroom(table, REPORTS, NOW).next_headroom_at_s() == NOW + RECHECK_S
 
 
 def test_failing_and_draining_engines_have_no_room_unless_there_are_no_others(table: EndpointTable) -> None:
@@ -145,8 +145,8 @@ def test_without_engines_no_request_is_dispatched(table: EndpointTable) -> None:
     table.replace_endpoints([])
     capacity = EndpointHeadroom(table, REPORTS, NOW)
     assert not capacity.has_endpoints
-    assert capacity.rows_with_room_for(WANTED) is None
-    assert math.isfinite(capacity.next_room_at_s())
+    assert capacity.rows_with_headroom_for(WANTED) is None
+    assert math.isfinite(capacity.next_headroom_at_s())
 
 
 def test_a_slightly_too_full_engine_with_the_prefix_cached_may_be_used(table: EndpointTable) -> None:
@@ -155,7 +155,7 @@ def test_a_slightly_too_full_engine_with_the_prefix_cached_may_be_used(table: En
     begin_request(table, 0, work=0.9 * INITIAL_PREFILL_RATE, now=NOW)
 
     def rows(queued: QueuedRequest) -> list[int] | None:
-        found = EndpointHeadroom(table, limits, NOW).rows_with_room_for(queued)
+        found = EndpointHeadroom(table, limits, NOW).rows_with_headroom_for(queued)
         return None if found is None else found.nonzero()[0].tolist()
 
     assert rows(WANTED) == [1]
@@ -177,11 +177,11 @@ def test_a_pair_needs_room_at_both_engines_of_one_group() -> None:
     stages = PrefillDecodeMasks(prefill, decode, group)
     limits = SaturationSpec(queue_depth=None, kv_usage=None, max_wait=None, max_requests=1).limits()
     begin_request(table, 0, work=0, now=NOW)
-    rows = EndpointHeadroom(table, limits, NOW, stages).rows_with_room_for(WANTED)
+    rows = EndpointHeadroom(table, limits, NOW, stages).rows_with_headroom_for(WANTED)
     assert rows is not None
     assert rows.nonzero()[0].tolist() == [2, 3]
     begin_request(table, 3, work=0, now=NOW)
     # a free decode engine of one group and a free prefill engine of the other are no pair
     capacity = EndpointHeadroom(table, limits, NOW, stages)
-    assert capacity.rows_with_room_for(WANTED) is None
+    assert capacity.rows_with_headroom_for(WANTED) is None
     assert capacity.saturation == 0.5

@@ -183,14 +183,14 @@ FEATURES = {
     *(
         "core/fallback_budget",
         "core/outcome_feedback",
-        "core/slo_forecasts",
+        "core/slo_admission",
         "core/guards",
         "core/mirror",
         "core/slo_verdicts",
     ),
     *("core/remote_prefill", "core/flow_control", "core/response_cache", "core/tier_selector", "core/trace"),
     *("admission/budgets", "admission/limits", "admission/slo_classes", "api/pricing", "endpoints/prices"),
-    *("scheduling/labels", "scheduling/model_check"),
+    *("scheduling/endpoint_masks", "scheduling/model_check"),
 }
 
 
