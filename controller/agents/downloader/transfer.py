@@ -100,7 +100,7 @@ class TransferClient:
 
     async def head(self, request: HttpRequest) -> SmallResponse:
         """Status and headers of a file without its bytes: of its first byte, because not every server answers HEAD."""
-        ranged = msgspec.structs.replace(request, headers={**request.headers, "RequestedRange": "bytes=0-0"})
+        ranged = msgspec.structs.replace(request, headers={**request.headers, "Range": "bytes=0-0"})
         async with self._answer(ranged, allow=(416,)) as answer:
             headers = {name.lower(): value for name, value in answer.headers.items()}
             answer.close()  # a server without ranges would send all of it
@@ -114,7 +114,7 @@ class TransferClient:
         """
         headers = dict(request.headers)
         if wanted.ranged and wanted.end is not None and wanted.end > wanted.start and not request.has_range:
-            headers["RequestedRange"] = f"bytes={wanted.start}-{wanted.end - 1}"
+            headers["Range"] = f"bytes={wanted.start}-{wanted.end - 1}"
         async with self._answer(msgspec.structs.replace(request, headers=headers)) as answer:
             _check(answer, wanted, redact_uri(request.url), has_range=request.has_range)
             async with contextlib.aclosing(self._chunks(answer)) as chunks:

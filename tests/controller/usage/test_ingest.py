@@ -208,7 +208,7 @@ def test_until_when_all_that_ended_is_stored(tmp_path: Path) -> None:
     scene.now_s += 10
     scene.write(text(line("later", at=before_s, duration_us=5_000_000)))
     scene.ingest.step()
-    assert scene.counts.until_s == before_s - 4
+    assert scene.counts.stored_until_s == before_s - 4
 
 
 def test_bad_lines_are_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

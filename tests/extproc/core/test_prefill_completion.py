@@ -490,7 +490,7 @@ def test_a_prefill_that_cannot_be_learned_from_counts_all_the_same(monkeypatch: 
     assert scene.is_free
 
 
-@pytest.mark.parametrize("name", ["end_remote_prefill", "expected_of_dispatched"])
+@pytest.mark.parametrize("name", ["end_remote_prefill", "expected_tokens_of_dispatched"])
 def test_our_own_fault_after_a_prefill_leaves_nothing_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(config())
     _, asked, _ = scene.arrive()
