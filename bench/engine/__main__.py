@@ -24,7 +24,7 @@ from bench.engine.kv_transfer import NETWORKS
 from bench.engine.lora_adapters import AdapterLimits
 from bench.engine.scheduler import EngineLimits
 from bench.engine.server import EngineServer, EngineSettings
-from extproc.api.error_hints import is_port
+from extproc.api.error_hints import port_hint
 from extproc.listen_sockets import ListenFailed
 
 if TYPE_CHECKING:
@@ -232,8 +232,8 @@ def _add_pairs(made: argparse.ArgumentParser) -> None:
 
 
 def _port(text: str) -> int:
-    if not is_port(text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a port: write one from 1 to 65535")
+    if hint := port_hint(text):
+        raise argparse.ArgumentTypeError(hint)
     return int(text)
 
 

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from controller.autoscaler.reconciler.decision_records import DecisionRecord, explain_record
+from extproc.cli.common import page_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +45,11 @@ def parser(prog: str = "attache explain-scaling") -> argparse.ArgumentParser:
     )
     made.add_argument("binding", metavar="NAMESPACE/NAME", type=_key, help="the AutoscalingPolicyBinding")
     made.add_argument(
-        "--manager", metavar="URL", type=_url, default="http://127.0.0.1:9006", help="its pages; default: %(default)s"
+        "--manager",
+        metavar="URL",
+        type=page_url,
+        default="http://127.0.0.1:9006",
+        help="its pages; default: %(default)s",
     )
     made.add_argument("--token-file", metavar="FILE", type=Path, help="the token for a manager with --metrics-auth")
     made.add_argument(
@@ -124,10 +129,6 @@ def _asked(url: str, path: str, headers: Mapping[str, str], tls: ssl.SSLContext)
         return answer.status, answer.read(_MAX_BYTES)
     finally:
         connection.close()
-
-
-def _url(text: str) -> str:
-    return text if "://" in text else f"http://{text}"
 
 
 def _key(text: str) -> str:

@@ -101,9 +101,12 @@ def _advice(text: str, *, takes_names: bool) -> str:
         return _about_target(text) if takes_names else _about_own("", text)
     if not separator or text.endswith("]"):
         return f"it has no port: write {text or '127.0.0.1'}:{_EXAMPLE_PORT}"
-    if not is_port(port):
-        return f"'{port}' is not a port: write one from 1 to 65535"
-    return _about_target(port) if takes_names else _about_own(host, port)
+    return port_hint(port) or (_about_target(port) if takes_names else _about_own(host, port))
+
+
+def port_hint(text: str) -> str:
+    """Why ``text`` is not the number of a port; empty if it is one."""
+    return "" if is_port(text) else f"'{text}' is not a port: write one from 1 to 65535"
 
 
 def _about_target(port: str) -> str:

@@ -62,6 +62,11 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun[:-1]}ies" if noun.endswith("y") and not noun.endswith("ey") else f"{number} {noun}s"
 
 
+def page_url(text: str) -> str:
+    """Where pages are, as people write it: a URL, or ``HOST:PORT``."""
+    return text if "://" in text else f"http://{text}"
+
+
 def fetch_page(request: str | urllib.request.Request, *, timeout_s: float) -> bytes:
     """The answer's body, within ``timeout_s`` between two pieces and three times that in all.
 

@@ -17,7 +17,7 @@ import msgspec
 
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.spec import qualified_key
-from extproc.cli.common import fetch_page, print_mistakes, printable
+from extproc.cli.common import fetch_page, page_url, print_mistakes, printable
 from extproc.errors import Refusal
 from extproc.wire_protocol import CHAT_PATH
 
@@ -46,7 +46,7 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
     source.add_argument(
         "--config", type=Path, metavar="DIR", help="use this configuration, knowing nothing yet about its engines"
     )
-    source.add_argument("--url", type=_url, help="ask the process that runs with --debug, at its metrics address")
+    source.add_argument("--url", type=page_url, help="ask the process that runs with --debug, at its metrics address")
     made.add_argument("--path", default=CHAT_PATH, help="the request's path (default: %(default)s)")
     made.add_argument(
         "--header", action="append", default=[], metavar="'NAME: VALUE'", help="a request header; may be repeated"
@@ -67,10 +67,6 @@ def parser(prog: str = "extproc explain") -> argparse.ArgumentParser:
     made.add_argument("--json", action="store_true", help="print everything as JSON")
     made.add_argument("body", metavar="FILE", help="the request's body; - reads standard input")
     return made
-
-
-def _url(text: str) -> str:
-    return text if "://" in text else f"http://{text}"
 
 
 def main(words: list[str], prog: str = "extproc explain") -> int:

@@ -246,9 +246,7 @@ class Core:
         record.attachment, record.wants_reasons, record.trace = attachment, wants_reasons, trace
         record.begin_event(RequestEvent.ARRIVED)
         out = list[Effect]()
-        pool = arrival.pool
-        if arrival.destination.rule.tiers is not None or pool.breaker.generation or pool.spec.provider is not None:
-            self._pipeline.choose_tier(record, now, out)
+        self._pipeline.choose_server(record, now, out)
         self.meter.count_arrival(record, record.pending_arrival)
         return self._pipeline.start_request(record, now, out), out
 

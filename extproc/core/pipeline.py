@@ -249,9 +249,10 @@ class AdmissionPipeline:
                 # one that waits for limits has not requested tokens yet, and will request them for its new model
                 record.has_moved = record.state is RequestState.ASKING_TOKENS
 
-    def choose_tier(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
+    def choose_server(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """Choose the tier of a request that arrives, before anything of it is counted, or another ModelServer of its
-        rule where the breaker of its own has tripped. If that fails, the rule's weights have chosen.
+        rule where the breaker of its own has tripped, or where that is full. If the choice of a tier fails, the rule's
+        weights have chosen.
         """
         arrival = record.pending_arrival
         if arrival.destination.rule.tiers is not None:
