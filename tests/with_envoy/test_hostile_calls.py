@@ -238,7 +238,7 @@ async def test_streams_that_trickle_hold_up_nobody(site: Site) -> None:
             client.connection.send_data(one, body[number : number + 1])
         client.flush()
         await site.good()
-        assert await site.in_flight() == 0
+        await site.nothing_left()
         await asyncio.sleep(1)
     await client.close()
     await site.good()
