@@ -47,9 +47,9 @@ def _check_with_plugins(*, of_objects: bool) -> PickerCheck:
         if of_objects:
             reject_file_references(file)
         if not found:
-            from extproc.llmd.picker_builder import InstalledPlugins  # noqa: PLC0415 - see above
+            from extproc.llmd.picker_builder import InstalledPluginChecker  # noqa: PLC0415 - see above
 
-            found.append(InstalledPlugins())
+            found.append(InstalledPluginChecker())
         return found[0](file)
 
     return check

@@ -21,11 +21,11 @@ from rich.console import Console
 from bench.autoscale import command as autoscale_command
 from bench.engine.hardware import GPUS, LINKS
 from bench.lab import export, lab_command, replay_command, workload_command
+from bench.lab.engine_model_validation import unmeasured_hardware, validate
 from bench.lab.hardware import HardwareUnknown, gpus_of, is_file
 from bench.lab.lab_command import TRACES
 from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.trial_runner import TrialFailed
-from bench.lab.validation import unmeasured_hardware, validate
 from bench.workload.traces import FORMATS, TraceInvalid
 from extproc.api.config_errors import ConfigInvalid
 

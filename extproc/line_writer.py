@@ -29,7 +29,7 @@ _BATCH_BYTES: Final = 1 << 20
 _MODE: Final = 0o600
 
 
-def call_on_loop(
+def make_threadsafe_callback(
     loop: AbstractEventLoop, counted: Callable[[LineResult, int], None]
 ) -> Callable[[LineResult, int], None]:
     """``counted``, called by ``loop``. Nothing is counted once the loop has ended: the thread outlives it if the file

@@ -14,7 +14,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClassesForFiles
 
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,18 +9,18 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.kube.plan import Annotate, Apply, Create, Delete, Plan, SetStatus
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONTROLLER_REVISIONS,
     MODEL_INFER_ROLES,
     PODS,
     SCHEDULER_POD_GROUPS,
     SERVICES,
     VOLCANO_POD_GROUPS,
-    Resource,
+    ApiResource,
     key_of,
     timestamp_of,
 )
+from controller.kube.reconcile_plan import Annotate, Apply, Create, Delete, Plan, SetStatus
 from controller.models.model_infer.model_infer_state import GangSchedulingApis, ModelInferState, NodeCapacity, PodLoad
 from controller.models.model_infer.reconcile import reconcile
 from tests.kube_objects import resource
@@ -53,7 +53,7 @@ class Cluster:
     def __init__(self, thing: Object) -> None:
         self.thing = thing
         self.now_s = START_S
-        self.things: dict[Resource, dict[str, Object]] = {}
+        self.things: dict[ApiResource, dict[str, Object]] = {}
         self.loads: dict[str, PodLoad] = {}
         self.asked: frozenset[str] = frozenset()
         self.lost_nodes: dict[str, float] = {}
@@ -83,7 +83,7 @@ class Cluster:
             )
         )
 
-    def of(self, kind: Resource) -> dict[str, Object]:
+    def of(self, kind: ApiResource) -> dict[str, Object]:
         """Objects by key."""
         return self.things.setdefault(kind, {})
 
@@ -205,7 +205,7 @@ class Cluster:
             case SetStatus(resource=kind, key=key, fields=fields):
                 self.of(kind)[key].setdefault("status", {}).update(fields)
 
-    def _make(self, kind: Resource, thing: Object) -> None:
+    def _make(self, kind: ApiResource, thing: Object) -> None:
         made = copy.deepcopy(thing)
         made["metadata"] |= {"uid": f"uid-{next(self._uids)}", "creationTimestamp": timestamp_of(self.now_s)}
         self.of(kind)[key_of(made)] = made

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.api.common import ObjectReference
+from controller.api.shared_types import ObjectReference
 from controller.autoscaler.decision.situation import (
     Backlog,
     Engine,

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.admission.buckets import Bucket
-from extproc.admission.limits import Charge, Grant, RequestUsage
-from extproc.admission.refusals import limit_refusal
+from extproc.admission.limit_refusals import limit_refusal
+from extproc.admission.rate_limits import Charge, Grant, RequestUsage
+from extproc.admission.token_buckets import Bucket
 
 if TYPE_CHECKING:
-    from extproc.admission.buckets import BucketReport
-    from extproc.errors import RateLimited
+    from extproc.admission.token_buckets import BucketReport
+    from extproc.refusals import RateLimited
 
 
 class Store:

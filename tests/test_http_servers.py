@@ -15,7 +15,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 _FOR_API_SERVERS: Final = {"controller/autoscaler/export/external_metrics.py", "controller/webhooks/server.py"}
 # A socket in a directory, which no browser connects to, and which is open to Envoy's user alone; and the port in the
 # place of an engine's, to which Envoy passes any Host and Origin of its clients.
-_FOR_ENVOY: Final = {"extproc/runtime/translator.py", "controller/agents/runtime/batcher.py"}
+_FOR_ENVOY: Final = {"extproc/runtime/api_translator.py", "controller/agents/runtime/batcher.py"}
 
 
 def calls() -> Iterator[tuple[str, list[str]]]:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller.agents.downloader.progress import ProgressMetrics
-from controller.agents.runtime.metrics import Counters, EngineMetricsPage, render_agent_metrics
+from controller.agents.runtime.metrics import AgentCounters, EngineMetricsPage, render_agent_metrics
 from controller.autoscaler.decision.decision import AppliedRule, Recommendation, StageDecision
 from controller.autoscaler.reconciler.metrics import BindingSeries, ScalingMetrics, TargetSeries
 from controller.bundle.acknowledgements import AcknowledgementPoller
@@ -24,7 +24,7 @@ from controller.models.metrics import ModelMetrics
 from extproc.api.config_loader import ConfigDirectory
 from extproc.engines.dialects import FAMILIES
 from extproc.metrics.request_metrics import Metrics, TlsMetrics
-from extproc.runtime.translator_metrics import TranslatorMetrics
+from extproc.runtime.api_translator_metrics import TranslatorMetrics
 from tests.controller.agents.runtime.test_metrics import STATE
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def of_agents() -> Iterator[tuple[str, Said]]:
     """They write their page themselves."""
     values = {one.name: {"m": 1.0} for one in FAMILIES if one.kind != "histogram"}
     for family in text_string_to_metric_families(
-        render_agent_metrics(EngineMetricsPage(values, {}), STATE, Counters())
+        render_agent_metrics(EngineMetricsPage(values, {}), STATE, AgentCounters())
     ):
         yield said_of(family, ())
 

@@ -26,7 +26,7 @@ from controller.usage.ingest import IngestCounters
 from controller.usage.metrics import UsageMetrics
 from extproc.api.config_loader import ConfigDirectory
 from extproc.metrics.request_metrics import Metrics, TlsMetrics
-from extproc.runtime.translator_metrics import TranslatorMetrics
+from extproc.runtime.api_translator_metrics import TranslatorMetrics
 from extproc.translate.directive import TranslationDirective
 from tests.docs_examples import EXAMPLES
 from tests.programs import program

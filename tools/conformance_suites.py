@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from bench.cluster.assets import Versions, pinned_versions
+from bench.cluster.kubernetes_binaries import PinnedVersions, pinned_versions
 from bench.conformance.suites import ECHO, GATEWAY_API, Suite, choose_suites, list_suites, suites_directory
 from tools.go_modules import build, build_tests, go_mod_text, toolchain_missing
 
@@ -25,7 +25,7 @@ _GATEWAY_API: Final = "sigs.k8s.io/gateway-api"
 _INFERENCE: Final = "sigs.k8s.io/gateway-api-inference-extension"
 
 
-def build_all(wanted: Versions, wished: Sequence[Suite], out: Path) -> None:
+def build_all(wanted: PinnedVersions, wished: Sequence[Suite], out: Path) -> None:
     """Build these suites and their server into ``out``, as far as they are not there."""
     out.mkdir(parents=True, exist_ok=True)
     gateway_api = {_GATEWAY_API: wanted.gateway_api, f"{_GATEWAY_API}/conformance": wanted.gateway_api}

@@ -33,9 +33,9 @@ from extproc.listen_sockets import listen
 from extproc.metrics.request_metrics import Metrics
 from extproc.runtime.admin_pages import ExplainPage, serve_pages
 from extproc.runtime.demand_watch import DemandWatchServer
-from extproc.streams.context import GatewayOptions, StreamContext
 from extproc.streams.request import StreamRequest
-from extproc.wire_protocol import TENANT
+from extproc.streams.stream_dependencies import GatewayOptions, StreamContext
+from extproc.wire_names import TENANT
 from tools.chromium import Page, browser_page
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Middleware
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.effects import Effect, RequestEffect
 
 FOLDER: Final = Path(__file__).parent.parent / "docs" / "images"
@@ -148,7 +148,7 @@ class Gateway:
             self.metrics.registry,
             is_ready=lambda: True,
             report=lambda: self.report,
-            loads=self.core.loads_in_parts,
+            loads=self.core.engine_loads_by_pool,
             demand=DemandWatchServer(self.core, self.clock),
             explain=ExplainPage(self.core, no_tokens, self.clock, GatewayOptions()),
             others=console.routes(),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from controller.kube.crd_files import crd_yaml_files as crd_files
-from controller.kube.kinds import GATEWAY_KINDS, KINDS
+from controller.kube.custom_resources import GATEWAY_KINDS, KINDS
 from tools import architecture_tree, dashboard, envoy_messages, helm_chart, terminal_pictures
 from tools.reference import kinds, pages
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bench.cluster.assets import BINARIES, Versions, asset_build_directory, pinned_versions
+from bench.cluster.kubernetes_binaries import BINARIES, PinnedVersions, asset_build_directory, pinned_versions
 from tools.go_modules import build as build_programs
 from tools.go_modules import download_module, go_mod_text, run_go, source, toolchain_missing
 
@@ -48,7 +48,7 @@ def linker_flags(version: str) -> str:
     return " ".join(["-s", "-w", *stamps])
 
 
-def build(wanted: Versions, out: Path) -> None:
+def build(wanted: PinnedVersions, out: Path) -> None:
     """Build all binaries and copy the CRDs into ``out``, which appears only once it is complete."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as work:

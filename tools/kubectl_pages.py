@@ -15,13 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bench.cluster.assets import find_assets
-from bench.cluster.control_plane import apply_crds, running_control_plane
+from bench.cluster.kubernetes_binaries import find_assets
+from bench.cluster.local_control_plane import apply_crds, running_control_plane
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
-from controller.kube.client import connect
-from controller.kube.leader_election import LeaderElection
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     GATEWAY_CONFIGS,
     MODEL_ROUTES,
     MODEL_SERVERS,
@@ -29,12 +27,14 @@ from controller.kube.resources import (
     PODS,
     SERVICE_ACCOUNTS,
 )
+from controller.kube.client import connect
+from controller.kube.leader_election import LeaderElection
 
 if TYPE_CHECKING:
-    from bench.cluster.assets import ClusterBinaries
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
+    from bench.cluster.local_control_plane import ControlPlane
+    from controller.kube.api_resources import ApiResource, Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object, Resource
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = (ROOT / "docs" / "kubernetes.md",)
@@ -75,7 +75,7 @@ async def collect(plane: ControlPlane, assets: ClusterBinaries, client: Client, 
 async def _make_objects(client: Client) -> None:
     """Two engines, a route that works, and one with a misspelt server."""
     selecting = {"workloadSelector": {"matchLabels": {"app": "llama"}}, "workloadPort": {"port": 8000}}
-    things: list[tuple[Resource, str, Any]] = [
+    things: list[tuple[ApiResource, str, Any]] = [
         (GATEWAY_CONFIGS, "gateway", {"listen": "0.0.0.0:8080"}),
         (MODEL_SERVERS, "llama", {"model": "meta-llama/Llama-3.1-8B-Instruct", **selecting}),
         (MODEL_ROUTES, "llama", {"modelName": "llama", "rules": [{"targetModels": [{"modelServerName": "llama"}]}]}),

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from extproc.cli.top_view import MetricsSnapshot, render
 from extproc.core.explanation import to_text
 from extproc.core.request_record import RequestHead
-from extproc.wire_protocol import TENANT
+from extproc.wire_names import TENANT
 from tools.console_pictures import UNIX_S, Gateway, snapshot_of
 
 if TYPE_CHECKING:

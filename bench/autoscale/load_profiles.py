@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 import numpy as np
 
-from bench.autoscale.fleet import ONE, SEVERAL, MeanRequestTokens, Variant, engine_capacity
+from bench.autoscale.simulated_fleet import ONE, SEVERAL, MeanRequestTokens, Variant, engine_capacity
 from bench.lab.measures import LatencyObjective
 from bench.workload.sessions import Session, SessionTurn, TextPiece, Workload
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
@@ -185,7 +185,7 @@ class LoadProfile(msgspec.Struct, frozen=True):
         rng = random.Random(f"{self.name}/{half}/{seed}")
         shape = self.shapes[half]
         per_engine = engine_capacity(
-            self.variants[0].engine_kind(), self.mean_request, self.objective.tpot_s
+            self.variants[0].engine_profile(), self.mean_request, self.objective.tpot_s
         ).requests_per_s
         begins = arrival_times(shape, per_engine, self.duration_s, rng)
         key = f"{self.name}/{half}/{seed}"
@@ -301,7 +301,7 @@ QUICK_LOADS: Final[Mapping[str, LoadProfile]] = MappingProxyType(
 )
 
 
-def load_named(name: str) -> LoadProfile:
+def find_load_profile(name: str) -> LoadProfile:
     """Raises KeyError."""
     return LOADS[name] if name in LOADS else QUICK_LOADS[name]
 
@@ -309,7 +309,7 @@ def load_named(name: str) -> LoadProfile:
 def relative_capacities(load: LoadProfile) -> dict[str, float]:
     """What one replica of each variant carries, in replicas of the first."""
     rates = [
-        engine_capacity(one.engine_kind(), load.mean_request, load.objective.tpot_s).requests_per_s
+        engine_capacity(one.engine_profile(), load.mean_request, load.objective.tpot_s).requests_per_s
         for one in load.variants
     ]
     return {one.name: rate / rates[0] for one, rate in zip(load.variants, rates, strict=True)}
@@ -325,7 +325,7 @@ class VariantMixes(msgspec.Struct, frozen=True):
     units: np.ndarray
     costs: np.ndarray
 
-    def carrying_mask(self, units: float) -> np.ndarray:
+    def sufficient_mix_mask(self, units: float) -> np.ndarray:
         """Whether each mix carries so much; if none does, those that carry most."""
         return self.units >= min(units, float(self.units.max())) - _NOTHING
 
@@ -335,7 +335,7 @@ class VariantMixes(msgspec.Struct, frozen=True):
 
     def cheapest_mix(self, units: float) -> dict[str, int]:
         """The mix with the least cost that carries so much; of equals the one with the fewest replicas."""
-        rows = np.flatnonzero(self.carrying_mask(units))
+        rows = np.flatnonzero(self.sufficient_mix_mask(units))
         return self.replicas_by_variant(int(min(rows, key=lambda row: (self.costs[row], self.counts[row].sum()))))
 
 
@@ -367,7 +367,7 @@ def cheapest_plan(
     later = np.zeros(len(mixes.counts))
     choices = []
     for units in reversed(needs):
-        value = np.where(mixes.carrying_mask(units), mixes.costs + later, np.inf)
+        value = np.where(mixes.sufficient_mix_mask(units), mixes.costs + later, np.inf)
         totals = starts + value[None, :]
         choices.append(totals.argmin(axis=1))
         later = totals.min(axis=1)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Autoscalers by name, each with the grid of its knob: the live one, baselines, a fixed number, the oracle.
 
-The oracle has each arrival with its lengths, and their cost for an engine (``bench.autoscale.fleet``). It is a bound in
-one respect: no other scaler can order replicas before it observes load. It is no bound in another: costs are those of
-the mean batch, the needs of a window are averaged, and its knob, the share of engines' time to use, is one number for a
-whole load; a scaler that uses engines more exactly can be cheaper.
+The oracle has each arrival with its lengths, and their cost for an engine
+(``bench.autoscale.simulated_fleet``). It is a bound in one respect: no other scaler can order replicas before it
+observes load. It is no bound in another: costs are those of the mean batch, the needs of a window are averaged, and its
+knob, the share of engines' time to use, is one number for a whole load; a scaler that uses engines more exactly can be
+cheaper.
 
 Of several kinds of engine it takes the mix for each second that makes the whole load cheapest, starts included
 (``bench.autoscale.load_profiles``), and orders each kind its own start time ahead.
@@ -27,8 +28,8 @@ from bench.autoscale.baselines.dynamo import DynamoPlanner
 from bench.autoscale.baselines.kthena import Kthena
 from bench.autoscale.baselines.llm_d import KedaQueue, KedaSlo
 from bench.autoscale.baselines.wva import WvaV1, WvaV2
-from bench.autoscale.fleet import engine_capacity, prompt_prefill_s
 from bench.autoscale.load_profiles import LoadProfile, cheapest_plan, variant_mixes
+from bench.autoscale.simulated_fleet import engine_capacity, prompt_prefill_s
 from bench.workload.sessions import Workload
 from controller.api.autoscaling import LatencyObjective, ScaleToZero
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding, AutoscalingPolicyBindingSpec
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from bench.autoscale.baselines.baseline import Baseline
-    from bench.autoscale.fleet import Variant
+    from bench.autoscale.simulated_fleet import Variant
     from controller.autoscaler.decision.saved_state import BindingMemory
     from controller.autoscaler.decision.situation import Situation
 
@@ -122,7 +123,7 @@ def work_by_second(load: LoadProfile, workload: Workload) -> list[float]:
 
     The cached share of a prompt is taken to be the mean's.
     """
-    kind, mean = load.variants[0].engine_kind(), load.mean_request
+    kind, mean = load.variants[0].engine_profile(), load.mean_request
     per_output_s = engine_capacity(kind, mean, load.objective.tpot_s).output_token_s
     uncached = mean.uncached / (mean.uncached + mean.cached)
     seconds = [0.0] * math.ceil(load.duration_s)
@@ -139,10 +140,10 @@ def required_engines(work: Sequence[float], utilization: float, window_s: float 
     """Engines that each second's work needs, averaged over a window around it. ``utilization``: the share of an
     engine's time to use.
     """
-    return [math.ceil(one - 1e-9) for one in required_units(work, utilization, window_s)]
+    return [math.ceil(one - 1e-9) for one in required_fractional_engines(work, utilization, window_s)]
 
 
-def required_units(work: Sequence[float], utilization: float, window_s: float = WINDOW_S) -> list[float]:
+def required_fractional_engines(work: Sequence[float], utilization: float, window_s: float = WINDOW_S) -> list[float]:
     """The same, not rounded up to whole engines."""
     half = max(0, int(window_s // 2))
     found = []
@@ -192,7 +193,7 @@ def _several_kinds(setup: ScalerSetup, work: Sequence[float]) -> dict[str, list[
     leads_s = {one.name: _lead_s(one, setup) for one in variants}
     initial = {variants[0].name: setup.initial}
     plan = cheapest_plan(
-        variant_mixes(setup.load, setup.min_replicas), required_units(work, setup.knob), leads_s, initial
+        variant_mixes(setup.load, setup.min_replicas), required_fractional_engines(work, setup.knob), leads_s, initial
     )
     return {name: hindsight_orders([mix[name] for mix in plan], lead_s, 0) for name, lead_s in leads_s.items()}
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from bench.autoscale.load_profiles import LOADS, DataSplit, load_named
+from bench.autoscale.load_profiles import LOADS, DataSplit, find_load_profile
 from bench.autoscale.policies import BOUNDS, OURS, OWN, POLICIES, policies_for, policy_named
 from bench.autoscale.trial import GOAL, TrialResult, TunedPolicy, tune_policies
 from bench.reporting.report_elements import Table, figure
@@ -185,7 +185,7 @@ class EqualAttainment(msgspec.Struct, frozen=True):
         return self.ours.spot.load
 
     @property
-    def best(self) -> tuple[str, float] | None:
+    def best_baseline(self) -> tuple[str, float] | None:
         """The baseline that is cheapest at our attainment; None if no baseline attains as much."""
         reached = [(extra, baseline) for baseline, extra in self.extra.items() if extra is not None]
         if not reached:
@@ -194,7 +194,7 @@ class EqualAttainment(msgspec.Struct, frozen=True):
         return baseline, extra
 
 
-def policy_lines(results: Iterable[TrialResult]) -> dict[str, dict[str, list[PolicyResults]]]:
+def results_by_load_and_policy(results: Iterable[TrialResult]) -> dict[str, dict[str, list[PolicyResults]]]:
     """By load and policy: a line for each setting."""
     grouped: dict[tuple[str, str, float], list[TrialResult]] = defaultdict(list)
     for one in results:
@@ -205,7 +205,7 @@ def policy_lines(results: Iterable[TrialResult]) -> dict[str, dict[str, list[Pol
     return found
 
 
-def tuned_lines(
+def tuned_results_by_policy(
     lines: Mapping[str, Sequence[PolicyResults]], settings: Mapping[str, TunedPolicy]
 ) -> dict[str, PolicyResults]:
     """Of each policy the line at the setting that tuning gave it; without tuning the best one, in hindsight.
@@ -231,7 +231,7 @@ def _best(lines: Sequence[PolicyResults]) -> PolicyResults:
     return msgspec.structs.replace(best, is_hindsight=True)
 
 
-def load_table(load: str, lines: Mapping[str, PolicyResults]) -> Table:
+def table_for_load(load: str, lines: Mapping[str, PolicyResults]) -> Table:
     """The most in target first."""
     ordered = sorted(lines.items(), key=lambda one: -one[1].spot.attainment)
     styles = ["bold" if policy == OURS else "" for policy, _ in ordered]
@@ -286,9 +286,9 @@ def compare_at_equal_attainment(ours: PolicyResults, lines: Mapping[str, Sequenc
     baselines = {policy: each for policy, each in lines.items() if _is_baseline(policy)}
     extra = {policy: extra_cost(ours.spot, [one.spot for one in each]) for policy, each in baselines.items()}
     found = EqualAttainment(ours, extra)
-    if found.best is None:
+    if found.best_baseline is None:
         return found
-    low, high = extra_cost_interval(ours.results, [one.results for one in baselines[found.best[0]]])
+    low, high = extra_cost_interval(ours.results, [one.results for one in baselines[found.best_baseline[0]]])
     return msgspec.structs.replace(found, low=low, high=high)
 
 
@@ -297,8 +297,8 @@ def summary_table(equals: Sequence[EqualAttainment], dominated: Mapping[str, Seq
     rows = []
     for one in equals:
         best = ["none attains it", "", ""]
-        if one.best is not None:
-            best = [one.best[0], f"{one.best[1]:+.1%}", f"{_bound(one.low)} to {_bound(one.high)}"]
+        if one.best_baseline is not None:
+            best = [one.best_baseline[0], f"{one.best_baseline[1]:+.1%}", f"{_bound(one.low)} to {_bound(one.high)}"]
         spotted = one.ours.spot
         over = ", ".join(dominated.get(one.load, ())) or "nobody"
         rows.append([one.load, f"{spotted.attainment:.1%}", f"{spotted.cost:.2f}", *best, over])
@@ -350,7 +350,7 @@ def verdict(equals: Sequence[EqualAttainment], dominated: Mapping[str, Sequence[
             )
     if not said:
         said.append(f"No baseline met the targets more often than {OURS} and cost less, on any load.")
-    best = {one.load: one.best[1] for one in equals if one.best is not None}
+    best = {one.load: one.best_baseline[1] for one in equals if one.best_baseline is not None}
     if len(best) < len(equals):
         said.append(f"On {len(equals) - len(best)} of {len(equals)} loads no baseline attains as much at any setting.")
     if best:
@@ -466,15 +466,15 @@ def build_report(results: Iterable[TrialResult]) -> Report:
         msg = "there is nothing to report: no trial of a held-back half is among those that were asked for"
         raise NothingToReport(msg)
     settings = tune_policies(one for one in each if one.trial.half is DataSplit.TUNING)
-    found = policy_lines(held)
+    found = results_by_load_and_policy(held)
     loads = {load: found[load] for load in dict.fromkeys(one.trial.load for one in held)}
-    mine = {load: tuned_lines(policies, settings) for load, policies in loads.items()}
+    mine = {load: tuned_results_by_policy(policies, settings) for load, policies in loads.items()}
     equals = [compare_at_equal_attainment(lines[OURS], loads[load]) for load, lines in mine.items() if OURS in lines]
     dominated = {load: dominating_baselines(lines) for load, lines in mine.items() if OURS in lines}
     missing = _missing(each)
     said = [*_judgement(each, equals, dominated, is_whole=not missing), *describe_failures(loads), *_mixed(each)]
     tables = [summary_table(equals, dominated), cost_comparison_table(equals)] if equals else []
-    tables += [load_table(load, lines) for load, lines in mine.items()]
+    tables += [table_for_load(load, lines) for load, lines in mine.items()]
     if settings:
         tables.append(tuning_table(settings))
     wrapped = (line for one in said for line in _bullet(one))
@@ -527,7 +527,7 @@ def _preface(results: Sequence[TrialResult]) -> list[str]:
         "- wasted GPU h: of replicas that were starting or draining, of one run.",
         "- oracle: knows the future, and is no baseline. fixed: a fleet of one size, known beforehand.",
     ]
-    if any(len(load_named(one.trial.load).variants) > 1 for one in results):
+    if any(len(find_load_profile(one.trial.load).variants) > 1 for one in results):
         told += [
             (
                 "- names with -second: baselines that know one kind of engine scale a fleet of the first kind;"
@@ -560,7 +560,7 @@ def _missing(results: Sequence[TrialResult]) -> list[str]:
         if not trials:
             continue
         parts = []
-        for policy in policies_for(POLICIES, len(load_named(load).variants)):
+        for policy in policies_for(POLICIES, len(find_load_profile(load).variants)):
             if policy in BOUNDS and half is DataSplit.TUNING:
                 continue
             run = {(one.knob, one.seed) for one in trials if one.policy == policy}

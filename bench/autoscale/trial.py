@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.autoscale.fleet import Fleet, FleetCost, fleet_cost
-from bench.autoscale.load_profiles import DataSplit, load_named, relative_capacities
+from bench.autoscale.load_profiles import DataSplit, find_load_profile, relative_capacities
 from bench.autoscale.policies import (
     ScalerSetup,
     policies_for,
@@ -22,18 +21,19 @@ from bench.autoscale.policies import (
     scaled_objective,
     work_by_second,
 )
+from bench.autoscale.simulated_fleet import Fleet, FleetCost, fleet_cost
 from bench.reporting.request_results import Distribution, distribution
 from controller.autoscaler.decision.merged_gateway_reports import SignalAggregator
+from controller.autoscaler.decision.replica_speeds import estimate_speed
 from controller.autoscaler.decision.situation import Engine, EngineState, Situation, TargetSituation
-from controller.autoscaler.decision.speeds import estimate_speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from bench.autoscale.fleet import Replica
     from bench.autoscale.load_profiles import LoadProfile
     from bench.autoscale.policies import Scaler
+    from bench.autoscale.simulated_fleet import Replica
     from bench.lab.measures import LatencyObjective
     from bench.reporting.request_results import RequestResult
     from bench.workload.sessions import Workload
@@ -75,7 +75,7 @@ class SituationBuilder:
             self._signals.set_subscriptions(self._servers, now)
             self._signals.set_gateways([_GATEWAY], now)
         self._signals.ingest(_GATEWAY, demand, now)
-        self._signals.tick(now)
+        self._signals.record_traffic_points(now)
         self._signals_at_s = now
         self._engines = demand.servers[self._servers[0]].engines
 
@@ -128,7 +128,7 @@ class WindowAttainment(msgspec.Struct, frozen=True, array_like=True):
     met: int
 
 
-def met_by_window(
+def attainment_by_window(
     due_at_s: Iterable[float],
     results: Iterable[RequestResult],
     objective: LatencyObjective,
@@ -234,7 +234,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_of(trial: Trial) -> LoadProfile:
     """The trial's load."""
-    load = load_named(trial.load)
+    load = find_load_profile(trial.load)
     if trial.duration_s:
         load = msgspec.structs.replace(load, duration_s=trial.duration_s)
     if trial.start_s:
@@ -253,10 +253,10 @@ def with_first_variant(load: LoadProfile, kind: int) -> LoadProfile:
 
 def run_trial(trial: Trial, traces: Path) -> TrialResult:
     """Raises TraceInvalid or PolicyUnknown. ``traces``: the directory with trace files."""
-    return run_load(trial, load_of(trial), traces)
+    return run_trial_with_load(trial, load_of(trial), traces)
 
 
-def run_load(trial: Trial, load: LoadProfile, traces: Path) -> TrialResult:
+def run_trial_with_load(trial: Trial, load: LoadProfile, traces: Path) -> TrialResult:
     """The same with a load that need not be among those with names. Raises TraceInvalid or PolicyUnknown."""
     began = time.process_time()
     policy = policy_named(trial.policy)
@@ -294,7 +294,7 @@ def _drive(fleet: Fleet, scaler: Scaler, setup: ScalerSetup) -> None:
             next_at_s = max(next_at_s, now + setup.period_s)
             desired = scaler.decide(pictures.situation(fleet, now))
             if now >= WARM_UP_S:
-                fleet.order(desired, now)
+                fleet.scale_to(desired, now)
         if now + _DEMAND_S < load.duration_s:
             fleet.simulation.schedule_at(now + _DEMAND_S, tick)
 
@@ -320,7 +320,7 @@ def _result(
         requests=len(due_at_s),
         refused=len(counted) - len(good),
         lost=len(due_at_s) - len(counted),
-        windows=met_by_window(due_at_s, counted, load.objective, since_s=WARM_UP_S, until_s=load.duration_s),
+        windows=attainment_by_window(due_at_s, counted, load.objective, since_s=WARM_UP_S, until_s=load.duration_s),
         ttft_s=distribution(one.ttft_s for one in good),
         tpot_s=distribution(one.tpot_s for one in good if one.output_tokens > 1),
         bill=fleet_cost(fleet.replicas, WARM_UP_S, load.duration_s),
@@ -351,7 +351,7 @@ class ComparisonPlan(msgspec.Struct, frozen=True):
             Trial(load, half, policy, knob, seed, self.period_s, self.start_s, self.duration_s)
             for seed in range(seeds)
             for load in self.loads
-            for policy in policies_for(self.policies, len(load_named(load).variants))
+            for policy in policies_for(self.policies, len(find_load_profile(load).variants))
             for knob in policy_named(policy).grid
         ]
 

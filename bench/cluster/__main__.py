@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 from rich.console import Console
 
-from bench.cluster.assets import ROOT, AssetsMissing, ClusterBinaries, find_assets
-from bench.cluster.control_plane import (
+from bench.cluster.kubernetes_binaries import ROOT, AssetsMissing, ClusterBinaries, find_assets
+from bench.cluster.local_control_plane import (
     ControlPlane,
     ControlPlaneOptions,
     apply_crds,
@@ -25,14 +25,14 @@ from bench.cluster.control_plane import (
     running_control_plane,
 )
 from bench.cluster.netns import NoNamespace, host_address, pod_range, run_in_namespace
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
 from bench.cluster.node.pod_spec import IMAGES
-from bench.cluster.service_proxy import serving_services
+from bench.cluster.service_proxy import running_service_proxy
+from bench.stack.loopback_stack import EnvoyMissing, envoy_binary
 from bench.stack.processes import StartFailed
-from bench.stack.stack import EnvoyMissing, envoy_binary
+from controller.kube.api_resources import SERVICES
 from controller.kube.client import connect
 from controller.kube.errors import ClusterError
-from controller.kube.resources import SERVICES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ async def _stay(assets: ClusterBinaries, options: argparse.Namespace, console: C
             running_control_plane(where, assets, ControlPlaneOptions(address=_address(range_))) as plane,
             connect(plane.admin, manager="bench") as client,
             running_nodes(client, specs, where / "pods", images=images, pod_range=range_),
-            serving_services(client) if range_ else contextlib.nullcontext(),
+            running_service_proxy(client) if range_ else contextlib.nullcontext(),
         ):
             await apply_crds(client, [assets.crd_directory, options.crds])
             has_gateways, url = assets.has_gateway_api and range_ is None, _URL

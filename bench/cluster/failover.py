@@ -24,21 +24,21 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster.assets import ROOT, find_assets
-from bench.cluster.control_plane import ControlPlaneOptions, apply_crds, apply_folder, running_control_plane
+from bench.cluster.kubernetes_binaries import ROOT, find_assets
+from bench.cluster.local_control_plane import ControlPlaneOptions, apply_crds, apply_folder, running_control_plane
 from bench.cluster.netns import host_address, pod_range, run_in_namespace
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
 from bench.cluster.node.pod_spec import IMAGES
-from bench.cluster.service_proxy import serving_services
-from bench.stack.stack import envoy_binary
+from bench.cluster.service_proxy import running_service_proxy
+from bench.stack.loopback_stack import envoy_binary
+from controller.kube.api_resources import DEPLOYMENTS, MODEL_ROUTES, PODS, SERVICES
 from controller.kube.client import Client, connect
-from controller.kube.resources import DEPLOYMENTS, MODEL_ROUTES, PODS, SERVICES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-    from bench.cluster.node.node import Node
-    from controller.kube.resources import Object
+    from bench.cluster.node.in_process_node import Node
+    from controller.kube.api_resources import Object
 
 _CLOCK: Final = time.perf_counter  # benchmarks have clocks
 _SYSTEM: Final = "attache-system"
@@ -228,7 +228,7 @@ async def running_trial(directory: Path, range_: str) -> AsyncIterator[FailoverT
         running_control_plane(directory, assets, ControlPlaneOptions(address=host_address(range_))) as plane,
         connect(plane.admin, manager="bench") as client,
         running_nodes(client, specs, directory / "pods", images=images, pod_range=range_) as nodes,
-        serving_services(client),
+        running_service_proxy(client),
     ):
         await apply_crds(client, [ROOT / "manifests" / "crds"])
         await apply_folder(plane, assets, ROOT / "manifests" / "local-ha")

@@ -29,14 +29,11 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster.assets import ROOT, AssetsMissing, find_assets
-from bench.cluster.control_plane import ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.fake_demand_feed import address_of
+from bench.cluster.kubernetes_binaries import ROOT, AssetsMissing, find_assets
+from bench.cluster.local_control_plane import ControlPlaneOptions, apply_crds, running_control_plane
 from bench.stack.processes import Processes, StartFailed, cpu_seconds, free_ports, peak_rss_bytes, rss_bytes
-from controller.kube.client import Client, connect
-from controller.kube.errors import ClusterError, NotFound
-from controller.kube.informer import Informer, Selection
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
@@ -44,13 +41,16 @@ from controller.kube.resources import (
     MODEL_SERVERS,
     PODS,
 )
+from controller.kube.client import Client, connect
+from controller.kube.errors import ClusterError, NotFound
+from controller.kube.informer import Informer, Selection
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
-    from bench.cluster.control_plane import ControlPlane
-    from controller.kube.resources import Object, Resource
+    from bench.cluster.local_control_plane import ControlPlane
+    from controller.kube.api_resources import ApiResource, Object
 
 _CLOCK: Final = time.perf_counter  # benchmarks have clocks
 _NAMESPACE: Final = "default"
@@ -64,7 +64,7 @@ _WRITTEN: Final = 0.02
 _WRITES: Final = ("attache_manager_writes_total", "attache_scaling_writes_total")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class ScenarioOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``count``: objects. ``targets``, ``period_s``, ``requests_per_s`` and ``busy`` (the share of ModelServers that
     get requests): of bindings. ``measure_s``: the steady state, after at most ``settle_s``.
     """
@@ -95,10 +95,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     about: str
     count: int
-    world: Callable[[Client, Processes, Options], AbstractAsyncContextManager[None]]
+    world: Callable[[Client, Processes, ScenarioOptions], AbstractAsyncContextManager[None]]
     starts: tuple[ManagerStart, ...]
     reconciles: str
-    least_rate: Callable[[Options], float]
+    least_rate: Callable[[ScenarioOptions], float]
     sample_s: float
     quiet_s: float
     is_done: Callable[[Client], Awaitable[bool]]
@@ -134,7 +134,7 @@ class _Sample(msgspec.Struct, frozen=True):
     cpu_s: float
 
 
-async def measure(scenario: Scenario, options: Options, directory: Path) -> Sequence[Cost]:
+async def measure(scenario: Scenario, options: ScenarioOptions, directory: Path) -> Sequence[Cost]:
     """One cost for each start. Raises StartFailed, AssetsMissing, ClusterError."""
     plain = ControlPlaneOptions(controllers=False, scheduler=False)
     async with (
@@ -150,7 +150,7 @@ async def measure(scenario: Scenario, options: Options, directory: Path) -> Sequ
 
 
 async def _cost_of_start(
-    scenario: Scenario, start: ManagerStart, options: Options, cluster: tuple[ControlPlane, Client, Processes]
+    scenario: Scenario, start: ManagerStart, options: ScenarioOptions, cluster: tuple[ControlPlane, Client, Processes]
 ) -> Cost:
     plane, client, processes = cluster
     (port,) = free_ports(1)
@@ -263,7 +263,7 @@ def _sum(page: str, name: str, having: str = "") -> float:
 
 
 @contextlib.asynccontextmanager
-async def _bindings(client: Client, processes: Processes, options: Options) -> AsyncIterator[None]:
+async def _bindings(client: Client, processes: Processes, options: ScenarioOptions) -> AsyncIterator[None]:
     """Bindings of Deployments with a ready pod each, their ModelServers, and a gateway that reports demand."""
     policy = _object(AUTOSCALING_POLICIES, "p", {"period": f"{options.period_s:g}s"})
     await client.create(AUTOSCALING_POLICIES, policy)
@@ -301,7 +301,7 @@ async def _create_pod(client: Client, name: str, ip: str, labels: dict[str, str]
 
 
 @contextlib.asynccontextmanager
-async def _model_infers(client: Client, _: Processes, options: Options) -> AsyncIterator[None]:
+async def _model_infers(client: Client, _: Processes, options: ScenarioOptions) -> AsyncIterator[None]:
     """ModelInfers of 8 pods and 2 Services, and a kubelet that marks each pod ready as it appears."""
     await _run_all(client.create(MODEL_INFERS, _model_infer(number)) for number in range(options.count))
     kubelet = asyncio.create_task(_mark_pods_ready(client))
@@ -356,7 +356,7 @@ async def _at_once(_: Client) -> bool:
     return True
 
 
-def _object(kind: Resource, name: str, spec: dict[str, Any]) -> Object:
+def _object(kind: ApiResource, name: str, spec: dict[str, Any]) -> Object:
     metadata = {"name": name, "namespace": _NAMESPACE}
     return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "spec": spec}
 
@@ -444,7 +444,7 @@ def main() -> int:
     add("--settle", type=float, default=600.0, metavar="S", help="wait at most so long first (default: %(default)s)")
     given = made.parse_args()
     scenario = SCENARIOS[given.scenario]
-    options = Options(
+    options = ScenarioOptions(
         count=given.count or scenario.count,
         targets=given.targets,
         period_s=given.period,

@@ -10,14 +10,14 @@ import logging
 from random import Random
 from typing import TYPE_CHECKING, Final
 
+from controller.kube.api_resources import ENDPOINT_SLICES, SERVICES
 from controller.kube.informer import Index, Informer
-from controller.kube.resources import ENDPOINT_SLICES, SERVICES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object
 
 log = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 65_536
@@ -39,7 +39,7 @@ def ready_endpoints(slices: Sequence[Object], port: str) -> list[Address]:
 
 
 @contextlib.asynccontextmanager
-async def serving_services(client: Client) -> AsyncIterator[None]:
+async def running_service_proxy(client: Client) -> AsyncIterator[None]:
     """Listen at the address of every Service that has one, until the end of the block."""
     proxy = _ServiceProxy(client)
     task = asyncio.create_task(proxy.run(), name="service proxy")

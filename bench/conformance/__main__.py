@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 import uvloop
 from rich.console import Console
 
-from bench.cluster.assets import ROOT, AssetsMissing, pinned_versions
+from bench.cluster.kubernetes_binaries import ROOT, AssetsMissing, pinned_versions
 from bench.cluster.netns import NoNamespace, pod_range, run_in_namespace
 from bench.conformance.results_page import PAGE, REPORTS, ReportMismatch, save_result, write_page
 from bench.conformance.suites import Suite, SuiteOptions, choose_suites, list_suites, run_suite, suites_directory
+from bench.stack.loopback_stack import EnvoyMissing
 from bench.stack.processes import StartFailed
-from bench.stack.stack import EnvoyMissing
 from controller.kube.errors import ClusterError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 import yaml
 
-from bench.cluster.assets import ROOT
+from bench.cluster.kubernetes_binaries import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import yaml
 
-from bench.cluster.assets import ROOT, ClusterBinaries, Versions, find_assets, pinned_versions
-from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, apply_crds, running_control_plane
+from bench.cluster.kubernetes_binaries import ROOT, ClusterBinaries, PinnedVersions, find_assets, pinned_versions
+from bench.cluster.local_control_plane import ControlPlane, ControlPlaneOptions, apply_crds, running_control_plane
 from bench.cluster.netns import gateway_range, host_address
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
 from bench.cluster.node.pod_spec import IMAGES
 from bench.conformance.results_page import SuiteResult, check_against_report, parse_cases
+from bench.stack.loopback_stack import envoy_binary
 from bench.stack.processes import StartFailed
-from bench.stack.stack import envoy_binary
 from controller.kube.client import connect
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Suite(msgspec.Struct, frozen=True):
         return f"{self.name}.test"
 
 
-def list_suites(wanted: Versions) -> list[Suite]:
+def list_suites(wanted: PinnedVersions) -> list[Suite]:
     """All that are run, in their order."""
     inference = [Suite(INFERENCE, version) for version in wanted.inference_conformance]
     return [Suite(GATEWAY_API, wanted.gateway_api), *inference]
@@ -92,7 +92,7 @@ def choose_suites(names: Sequence[str], among: Sequence[Suite]) -> list[Suite]:
     return [one for one in among if not names or one.name in names or one.kind in names]
 
 
-def suites_directory(wanted: Versions, root: Path = ROOT) -> Path:
+def suites_directory(wanted: PinnedVersions, root: Path = ROOT) -> Path:
     """Where the suites are built; it has all of them in it, each under a name with its version."""
     return root / ".tools" / f"conformance-{wanted.gateway_api}"
 

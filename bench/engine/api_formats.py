@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from bench.engine.fake_tokenizer import Message, count_tokens, render_chat, tokens_of
-from bench.engine.structured_outputs import OutputConstraint, StructureInvalid, forced_tool_call, json_structure
+from bench.engine.structured_outputs import OutputConstraint, StructureInvalid, forced_tool_call, read_output_constraint
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -147,7 +147,7 @@ def _chat_structure(body: ChatRequest) -> OutputConstraint | None:
         named = body.tool_choice.get("function")
         # as in OpenAI's API, a call of a named function ends with "stop"
         return forced_tool_call(functions, named.get("name", "") if isinstance(named, dict) else "", reason="stop")
-    return json_structure(body.response_format)
+    return read_output_constraint(body.response_format)
 
 
 def sglang_chat_job(body: ChatRequest) -> GenerationJob:
@@ -165,7 +165,7 @@ def completion_job(body: CompletionRequest) -> GenerationJob:
         is_streamed=body.stream,
         wants_usage=wants_usage,
         choices=body.n or 1,
-        structure=json_structure(body.response_format),
+        structure=read_output_constraint(body.response_format),
         salt=body.cache_salt or "",
         options={"choices": body.n or 1},
     )
@@ -181,7 +181,7 @@ def responses_job(body: ResponsesRequest) -> GenerationJob:
     elif body.tool_choice == "required":
         structure = forced_tool_call(functions, None)
     else:
-        structure = json_structure(None if body.text is None else body.text.format)
+        structure = read_output_constraint(None if body.text is None else body.text.format)
     return GenerationJob(
         model=body.model,
         prompts=(render_chat(messages),),
@@ -211,7 +211,7 @@ def _text_bytes(prompt: str | list[int]) -> bytes:
     return prompt.encode() if isinstance(prompt, str) else array("I", prompt).tobytes()
 
 
-class ResponseFormat(Protocol):
+class ApiResponseFormat(Protocol):
     """How one API writes an answer.
 
     Made with the request's key, its time of creation in Unix seconds, and the model.
@@ -573,7 +573,7 @@ def _messages_structure(body: MessagesRequest) -> OutputConstraint | None:
     if choice is not None and choice.type in {"any", "tool"}:
         functions = {str(tool.get("name")): tool.get("input_schema") for tool in body.tools}
         return forced_tool_call(functions, choice.name)
-    return json_structure(None if body.output_config is None else body.output_config.format)
+    return read_output_constraint(None if body.output_config is None else body.output_config.format)
 
 
 async def count_tokens_handler(http: web.Request) -> web.Response:

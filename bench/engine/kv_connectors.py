@@ -248,7 +248,7 @@ def transfer_response_fields(
     return {}
 
 
-def context_response_fields(
+def trtllm_context_response_fields(
     export: ExportPlan, request: Request, prompt: bytes, *, address: tuple[str, int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a TensorRT-LLM context server: the fields that its answer has more, and those of its first choice."""

@@ -34,9 +34,9 @@ from bench.engine.kv_connectors import (
     Plan,
     TransferConfig,
     TransferFields,
-    context_response_fields,
     prompt_transfer_plans,
     transfer_response_fields,
+    trtllm_context_response_fields,
 )
 from bench.engine.kv_transfer import HEARTBEAT_S, LEASE_S, PinnedExports, SharedLink, TransferNetwork
 
@@ -122,7 +122,7 @@ class _Carrier:
         self._timer = None if end_s is None else asyncio.get_running_loop().call_at(end_s, self._end)
 
     def _end(self) -> None:
-        for key in self._link.ended(asyncio.get_running_loop().time()):
+        for key in self._link.pop_ended(asyncio.get_running_loop().time()):
             done = self._waiting.pop(key, None)
             if done is not None and not done.done():
                 done.set_result(None)
@@ -261,7 +261,7 @@ class KvExchange:
         address = (self.settings.host, self.settings.port)
         whole: dict[str, Any] = msgspec.json.decode(body)
         if self._config.kv_connector == "TensorRT-LLM":
-            more, choice = context_response_fields(plan, request, prompt, address=address)
+            more, choice = trtllm_context_response_fields(plan, request, prompt, address=address)
             whole["choices"][0].update(choice)
         else:
             blocks = self._blocks.get(request.key, [])

@@ -82,7 +82,7 @@ class SharedLink(Generic[Key]):
         self._ends = [one for one in self._ends if one[2] != key]
         heapq.heapify(self._ends)
 
-    def ended(self, now: float) -> list[Key]:
+    def pop_ended(self, now: float) -> list[Key]:
         """The keys of transfers that have ended by ``now``, each once for each transfer, in the order of their ends."""
         self._advance(now)
         found, self._ended = self._ended, []

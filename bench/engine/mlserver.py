@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from bench.engine.tensor_api import TensorRoutes
-from bench.engine.vllm_command_line import pod_host
+from bench.engine.vllm_command_line import listen_host
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -142,7 +142,7 @@ async def _serve(environment: dict[str, str]) -> None:
     if environment.get("MLSERVER_LOAD_MODELS_AT_STARTUP", "true") != "false":
         server.load_all()
     ports = [int(environment.get(f"MLSERVER_{name}_PORT", 0)) for name in ("HTTP", "METRICS")]
-    await server.start(pod_host(), ports[0] or 8080, ports[1] or 8082)
+    await server.start(listen_host(), ports[0] or 8080, ports[1] or 8082)
     await asyncio.Event().wait()
 
 

@@ -24,7 +24,7 @@ from bench.engine.step_time import StepBatch
 
 if TYPE_CHECKING:
     from bench.engine.kv_cache import CacheJournal
-    from bench.engine.step_time import StepTime
+    from bench.engine.step_time import StepTimeModel
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Scheduler:
     ``begin_step`` chooses what to compute; ``end_step`` accounts for it and returns the tokens.
     """
 
-    def __init__(self, speed: StepTime, limits: EngineLimits, journal: CacheJournal | None = None) -> None:
+    def __init__(self, speed: StepTimeModel, limits: EngineLimits, journal: CacheJournal | None = None) -> None:
         """``journal``: takes what enters and leaves the cache; requests must then keep their text."""
         self.speed = speed
         self.limits = limits
@@ -140,7 +140,7 @@ class Scheduler:
         return step
 
     def _leap(self, step: EngineStep, budget: int) -> None:
-        growth_s = self.speed.growth_s(len(step.parts))
+        growth_s = self.speed.growth_per_step_s(len(step.parts))
         if growth_s is None or budget <= 0 or any(not request.produced for request, _ in step.parts):
             return
         count = min(request.output_tokens - request.produced for request, _ in step.parts)

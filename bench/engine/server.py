@@ -18,6 +18,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from bench.engine.api_formats import (
+    ApiResponseFormat,
     ChatFormat,
     ChatRequest,
     CompletionFormat,
@@ -27,7 +28,6 @@ from bench.engine.api_formats import (
     GenerationJob,
     MessagesFormat,
     MessagesRequest,
-    ResponseFormat,
     ResponsesFormat,
     ResponsesRequest,
     chat_job,
@@ -40,6 +40,7 @@ from bench.engine.api_formats import (
     sglang_chat_job,
     with_anthropic_errors,
 )
+from bench.engine.embedding_and_audio_apis import POOLING, PoolingApi, audio_handlers, tokenize_handlers
 from bench.engine.fake_tokenizer import count_tokens
 from bench.engine.faults import DropEvents, Fault, FaultPlan, Refuse, Stall, serve_bad_answer
 from bench.engine.hardware import API_S, Hardware
@@ -49,7 +50,6 @@ from bench.engine.kv_event_publisher import KvEventPublisher, KvEventsConfig
 from bench.engine.kv_exchange import ExchangeSettings, KvExchange, TransferFailed
 from bench.engine.lora_adapters import AdapterLimits, AdapterRoutes, Adapters
 from bench.engine.metrics import RequestTimer, ServerMetrics, TransferMetrics
-from bench.engine.other_apis import POOLING, PoolingApi, audio_handlers, token_handlers
 from bench.engine.request import Request
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import RooflineStepTime
@@ -57,7 +57,7 @@ from bench.engine.structured_outputs import write_answer
 from bench.engine.tensor_api import TensorRoutes
 from extproc.api.addresses import join_host_port
 from extproc.listen_sockets import ListenFailed
-from extproc.wire_protocol import APIS_BY_PATH, Api
+from extproc.wire_names import APIS_BY_PATH, Api
 
 # uvicorn's, and so vLLM's: of connections that are not accepted yet
 _BACKLOG: Final = 2048
@@ -302,7 +302,7 @@ class EngineServer:
             Api.COUNT_TOKENS: count_tokens_handler,
             Api.GENERATE: self._generating(GenerateRequest, generate_job, GenerateFormat),
             **{api: self._pooling(one) for api, one in POOLING.items()},
-            **token_handlers(self._serves),
+            **tokenize_handlers(self._serves),
             **audio_handlers(self._compute),
         }
 
@@ -317,7 +317,7 @@ class EngineServer:
             raise ListenFailed(join_host_port(*where), why, "--port") from None
 
     def _generating(
-        self, kind: type[Any], to_job: Callable[[Any], GenerationJob], new_format: Callable[..., ResponseFormat]
+        self, kind: type[Any], to_job: Callable[[Any], GenerationJob], new_format: Callable[..., ApiResponseFormat]
     ) -> Handler:
         decoder = msgspec.json.Decoder(kind)
 
@@ -388,7 +388,7 @@ class EngineServer:
         http: web.Request,
         requests: Sequence[Request],
         job: GenerationJob,
-        new_format: Callable[..., ResponseFormat],
+        new_format: Callable[..., ApiResponseFormat],
     ) -> web.StreamResponse:
         try:
             if self._exchange is not None:
@@ -436,7 +436,7 @@ class EngineServer:
         return min(job.max_tokens or (self._settings.default_max_tokens if is_open else room), room)
 
     async def _stream(
-        self, http: web.Request, requests: Sequence[Request], form: ResponseFormat, *, wants_usage: bool
+        self, http: web.Request, requests: Sequence[Request], form: ApiResponseFormat, *, wants_usage: bool
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         if self._settings.headers_first:
@@ -459,7 +459,9 @@ class EngineServer:
             await response.write(form.closing(requests, wants_usage=wants_usage))
         return response
 
-    async def _answer_whole(self, http: web.Request, requests: Sequence[Request], form: ResponseFormat) -> web.Response:
+    async def _answer_whole(
+        self, http: web.Request, requests: Sequence[Request], form: ApiResponseFormat
+    ) -> web.Response:
         async for _ in self._observed(http, requests):
             pass
         return web.Response(body=form.full_response(requests), content_type="application/json")

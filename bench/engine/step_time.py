@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a step of continuous batching takes: a roofline over its FLOPs and bytes, or Dynamo's polynomials.
 
-The parts of a step are summed up in a StepBatch; a StepTime turns it into seconds.
+The parts of a step are summed up in a StepBatch; a StepTimeModel turns it into seconds.
 
     prefill, ms = 16.50 + 0.01518 t + 4.21e-7 t^2
     decode, ms  = max(1, 5.74 + 54.01 u - 25.74 u^2)
@@ -58,14 +58,14 @@ def step_batch(parts: Iterable[StepWork]) -> StepBatch:
     return StepBatch(requests=requests, tokens=tokens, pairs=pairs, read=read, decodes=decodes)
 
 
-class StepTime(Protocol):
+class StepTimeModel(Protocol):
     """A model of an engine's speed."""
 
     def seconds(self, batch: StepBatch) -> float:
         """The duration of a step."""
         ...
 
-    def growth_s(self, decodes: int) -> float | None:
+    def growth_per_step_s(self, decodes: int) -> float | None:
         """How much longer each step of ``decodes`` decodes takes than the one before it; None: it is not constant."""
         ...
 
@@ -105,7 +105,7 @@ class RooflineStepTime:
             + PER_REQUEST_S * batch.requests
         )
 
-    def growth_s(self, decodes: int) -> float:
+    def growth_per_step_s(self, decodes: int) -> float:
         """Every history grows by one token."""
         return self._read_s * decodes
 
@@ -123,7 +123,7 @@ def step_seconds(hardware: Hardware, parts: Iterable[StepWork]) -> float:
 
 
 def prefill_s(
-    speed: StepTime, tokens: int, history: int, *, budget: int, decodes: int = 0, decodes_read: int = 0
+    speed: StepTimeModel, tokens: int, history: int, *, budget: int, decodes: int = 0, decodes_read: int = 0
 ) -> float:
     """The time to prefill ``tokens`` tokens after ``history`` cached ones, in chunks of the budget.
 
@@ -142,7 +142,7 @@ def prefill_s(
 
 
 class MockerStepTime:
-    """A StepTime. ``kv_tokens``: capacity of the KV cache."""
+    """A StepTimeModel. ``kv_tokens``: capacity of the KV cache."""
 
     def __init__(self, kv_tokens: int) -> None:
         self._kv_tokens = kv_tokens
@@ -155,6 +155,6 @@ class MockerStepTime:
         decode_ms = max(1.0, 5.74 + 54.01 * used - 25.74 * used * used) if batch.decodes else 0.0
         return (prefill_ms + decode_ms) / 1000
 
-    def growth_s(self, decodes: int) -> None:
+    def growth_per_step_s(self, decodes: int) -> None:
         """None: the growth is not constant."""
         del decodes

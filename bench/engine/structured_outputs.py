@@ -73,7 +73,7 @@ def write_answer(structure: OutputConstraint | None, tokens: int, rng: random.Ra
     return StructuredOutput(padded[: tokens * BYTES_PER_TOKEN], "length" if is_cut else structure.reason)
 
 
-def json_structure(asked: Mapping[str, Any] | None) -> OutputConstraint | None:
+def read_output_constraint(asked: Mapping[str, Any] | None) -> OutputConstraint | None:
     """Of ``response_format`` of chats and completions, ``text.format`` of responses, ``output_config.format`` of
     messages; None: any text. Raises StructureInvalid.
     """

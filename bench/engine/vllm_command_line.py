@@ -85,7 +85,7 @@ def _one(flag: str, value: str) -> Iterator[str]:
             yield f"--side-channel-host={host}"
 
 
-def pod_host() -> str:
+def listen_host() -> str:
     """The pod's address where pods share this machine's, and all addresses where each has a network of its own."""
     pod = os.environ.get("ATTACHE_POD_IP", "")
     return pod if pod.startswith("127.") else "0.0.0.0"  # noqa: S104 - of the pod's own network
@@ -93,4 +93,4 @@ def pod_host() -> str:
 
 if __name__ == "__main__":
     own = shlex.split(os.environ.get("SIMULATOR_ARGS", ""))
-    sys.exit(main([f"--host={pod_host()}", *own, *translate_arguments(sys.argv[1:])], prog="vllm"))
+    sys.exit(main([f"--host={listen_host()}", *own, *translate_arguments(sys.argv[1:])], prog="vllm"))

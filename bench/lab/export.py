@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.lab.measures import LatencyObjective, Measures, measure
+from bench.lab.measures import LatencyObjective, Measures, compute_measures
 from bench.lab.policies.policy_file import policy_file
 from bench.lab.trial import TrialConditions
 from bench.lab.trial_runner import code_digest, condition_files, file_digests
@@ -74,7 +74,7 @@ class ReplayResults(msgspec.Struct, frozen=True):
     made_by: Provenance | None = None
 
 
-def results_of(reports: Sequence[TrialReport], objective: LatencyObjective, command: str) -> ReplayResults:
+def build_replay_results(reports: Sequence[TrialReport], objective: LatencyObjective, command: str) -> ReplayResults:
     """All reports of a replay as one value. ``command``: which made them."""
     return ReplayResults(
         objective=objective,
@@ -116,7 +116,7 @@ def _words(reports: Sequence[TrialReport]) -> str:
     return f"{workloads}; rate x{one.rate_scale:g}, {one.engines_text()}{seeded}"
 
 
-def ttft_blocks(reports: Sequence[TrialReport]) -> list[Sequence[float]]:
+def ttft_windows(reports: Sequence[TrialReport]) -> list[Sequence[float]]:
     """The TTFTs of good answers in windows, from which intervals are drawn."""
     return [
         window
@@ -137,7 +137,7 @@ def pool_measures(reports: Sequence[TrialReport], objective: LatencyObjective) -
     """The measures of several trials of one policy together."""
     rows = [row for report in reports for row in report.rows]
     engines = max((len(report.busy) for report in reports), default=0)
-    return measure(rows, sum(report.duration_s for report in reports), objective, engines=engines)
+    return compute_measures(rows, sum(report.duration_s for report in reports), objective, engines=engines)
 
 
 def _trial(report: TrialReport, objective: LatencyObjective) -> TrialResult:
@@ -145,7 +145,7 @@ def _trial(report: TrialReport, objective: LatencyObjective) -> TrialResult:
         policy=report.trial.policy,
         workload=report.workload,
         conditions=report.trial.conditions,
-        measures=measure(report.rows, report.duration_s, objective, engines=len(report.busy)),
+        measures=compute_measures(report.rows, report.duration_s, objective, engines=len(report.busy)),
         requests=_columns(report.rows),
         wall_s=round(report.wall_s, 3),
         files=condition_files(report.trial.conditions),
@@ -195,7 +195,7 @@ class NotComparable(Exception):
     """Two results that cannot be compared; the message has what is missing."""
 
 
-class Difference(msgspec.Struct, frozen=True):
+class MeasureDifference(msgspec.Struct, frozen=True):
     """One measure: both means. ``change``: the second mean over the first, minus 1."""
 
     name: str
@@ -225,7 +225,7 @@ def read_policy_trials(name: str) -> list[TrialResult]:
     return found
 
 
-def compare_trials(first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list[Difference]:
+def compare_trials(first: Sequence[TrialResult], second: Sequence[TrialResult]) -> list[MeasureDifference]:
     """Differences between trials under the same conditions, request by request. Raises NotComparable.
 
     Trials that only one side has are left out, and so are requests that failed on either side.
@@ -249,7 +249,7 @@ def compare_trials(first: Sequence[TrialResult], second: Sequence[TrialResult]) 
             theirs += split_into_windows(right)
         count = sum(map(len, ours)) or 1
         means = sum(map(sum, ours)) / count, sum(map(sum, theirs)) / count
-        found.append(Difference(name, *means, ratio_interval(theirs, ours)))
+        found.append(MeasureDifference(name, *means, ratio_interval(theirs, ours)))
     return found
 
 
@@ -310,6 +310,6 @@ def _distinct_names(names: tuple[str, str], first: str, second: str) -> tuple[st
     return one, other
 
 
-def _cells(one: Difference) -> list[str]:
+def _cells(one: MeasureDifference) -> list[str]:
     low, high = f"{one.change.low:+.1%}", f"{one.change.high:+.1%}"
     return [one.name, f"{one.first:,.4g}", f"{one.second:,.4g}", f"{one.change.value:+.1%}", f"{low} to {high}"]

@@ -20,12 +20,12 @@ from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
 from bench.reporting.report_elements import Table, figure, plot_cumulative, provenance, use_log_x_axis
 from bench.reporting.request_results import cached_token_ratio, distribution, ttfts_s
-from bench.stack.stack import documents
+from bench.stack.loopback_stack import documents
 from bench.virtual.engines import addresses, roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.sessions import Session, SessionTurn, Workload, single_piece
 from extproc.api import config_loader as configuration
-from extproc.wire_protocol import DEADLINE_MS, OBJECTIVES, TENANT
+from extproc.wire_names import DEADLINE_MS, OBJECTIVES, TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -197,7 +197,7 @@ class ServiceObserver:
         """Theorem 4.4 of VTC: ``2 max(w_p L_input, w_q M)``, of the run's largest input and batch."""
         return 2 * max(INPUT_WEIGHT * self.longest_input, OUTPUT_WEIGHT * self.most_tokens_running)
 
-    def served_at(self, label: str, at_s: float) -> float:
+    def service_until(self, label: str, at_s: float) -> float:
         """The service given to a tenant until ``at_s``; needs ``with_history``."""
         history = self.history.get(label, [])
         index = bisect_right(history, at_s, key=lambda one: one[0])
@@ -325,13 +325,13 @@ def measure_queue_orders(*, rate: float, duration_s: float, engines: int, seed: 
     return found
 
 
-class SharesResult(msgspec.Struct, frozen=True):
+class BandSharesResult(msgspec.Struct, frozen=True):
     """The share of each band in all service while all bands waited, 0 to 1."""
 
     by_band: Mapping[str, float]
 
 
-def measure_shares(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> SharesResult:
+def measure_band_shares(*, rate: float, duration_s: float, engines: int, seed: int = 0) -> BandSharesResult:
     """All bands together overload the engines. Service counts from when all wait until arrivals end."""
     loads = [TenantLoad(name, rate, duration_s, objective=name, lengths=LengthRanges((500, 3000))) for name in BANDS]
     service = ServiceObserver(with_history=True)
@@ -340,8 +340,8 @@ def measure_shares(*, rate: float, duration_s: float, engines: int, seed: int = 
     workload = tenant_workload("shares", loads, seed=seed)
     run_workload(workload, control, engines=engines, seed=seed, token_observer=service, objectives=BANDS)
     begins_at_s, ends_at_s = 0.1 * duration_s, duration_s
-    given = {name: service.served_at(name, ends_at_s) - service.served_at(name, begins_at_s) for name in BANDS}
-    return SharesResult({name: value / sum(given.values()) for name, value in given.items()})
+    given = {name: service.service_until(name, ends_at_s) - service.service_until(name, begins_at_s) for name in BANDS}
+    return BandSharesResult({name: value / sum(given.values()) for name, value in given.items()})
 
 
 class LocalityResult(msgspec.Struct, frozen=True):
@@ -416,7 +416,7 @@ class FairnessReport(msgspec.Struct, frozen=True):
     quiet: list[FloodResult]
     service_gap: list[ServiceGapResult]
     orders: list[QueueOrderResult]
-    shares: SharesResult
+    shares: BandSharesResult
     locality: list[LocalityResult]
 
     def tables(self) -> list[Table]:
@@ -515,7 +515,7 @@ def measure(seed: int) -> FairnessReport:
         quiet=measure_flood(rate=2.9, duration_s=40, engines=8, policies=FLOOD_POLICIES, seed=seed),
         service_gap=measure_service_gap(backlogged, policies={"FCFS": FCFS, "VTC": VTC}, seed=seed),
         orders=measure_queue_orders(rate=13, duration_s=40, engines=2, seed=seed),
-        shares=measure_shares(rate=45, duration_s=20, engines=2, seed=seed),
+        shares=measure_band_shares(rate=45, duration_s=20, engines=2, seed=seed),
         locality=measure_locality(rate=3, duration_s=30, engines=2, seed=seed),
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.lab.export import group_by_conditions, group_by_policy, ttft_blocks
+from bench.lab.export import group_by_conditions, group_by_policy, ttft_windows
 from bench.reporting.report_elements import Table, figure, use_log_x_axis
 from bench.reporting.request_results import ConfidenceInterval, mean_interval
 
@@ -94,7 +94,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _ttft(reports: Sequence[TrialReport]) -> ConfidenceInterval | None:
-    blocks = ttft_blocks(reports)
+    blocks = ttft_windows(reports)
     return mean_interval(blocks) if blocks else None
 
 

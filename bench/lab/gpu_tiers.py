@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from bench.reporting.request_results import RequestResult
     from bench.workload.sessions import Workload
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.pricing import Price
-    from extproc.api.snapshot import Snapshot
 
 _MODEL: Final = "meta-llama/Llama-3.1-8B-Instruct"
 _MICRO: Final = 1_000_000

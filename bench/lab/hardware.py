@@ -28,10 +28,10 @@ from bench.engine.hardware import (
 )
 from bench.engine.scheduler import EngineLimits
 from bench.engine.step_time import MockerStepTime
-from bench.virtual.engines import EngineKind, roofline_engine
+from bench.virtual.engines import EngineProfile, roofline_engine
 from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.quantities import Duration, decode_quantity
-from extproc.api.schema import check_shape
+from extproc.api.schema_validation import check_shape
 from extproc.api.yaml_documents import parse_document, split_documents
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ def _read(file: str, kind: type[T], what: str) -> T:
     (document,) = documents
     value, findings = parse_document(document)
     value = _with_numbers(value)
-    mistakes = document.mistakes([*findings, *check_shape(value, kind)])
+    mistakes = document.locate_mistakes([*findings, *check_shape(value, kind)])
     if mistakes:
         raise ConfigInvalid(mistakes)
     return msgspec.convert(value, kind, dec_hook=decode_quantity)
@@ -163,9 +163,9 @@ class HardwareUnknown(Exception):
     """No such GPU or model, or a model that does not fit; the message lists the known ones."""
 
 
-def engine_kinds(
+def engine_profiles(
     hardware: str, model: str, *, count: int, block_size: int, kv_blocks: int | None = None
-) -> list[EngineKind]:
+) -> list[EngineProfile]:
     """The kind of each engine. Raises HardwareUnknown, or ConfigInvalid for a file.
 
     ``count``: engines in all, shared equally by the parts of ``hardware`` that name no number. ``block_size``: tokens
@@ -173,13 +173,13 @@ def engine_kinds(
     """
     if hardware == MOCKER:
         limits = EngineLimits(block_size=block_size, num_gpu_blocks=_MOCKER_TOKENS // block_size)
-        kinds = [EngineKind(MockerStepTime(_MOCKER_TOKENS), limits)] * count
+        kinds = [EngineProfile(MockerStepTime(_MOCKER_TOKENS), limits)] * count
     else:
         kinds = [roofline_engine(one, block_size=block_size) for one in _engines_of(hardware, model, count)]
     return kinds if kv_blocks is None else [_with_blocks(kind, kv_blocks) for kind in kinds]
 
 
-def _with_blocks(kind: EngineKind, kv_blocks: int) -> EngineKind:
+def _with_blocks(kind: EngineProfile, kv_blocks: int) -> EngineProfile:
     return msgspec.structs.replace(kind, limits=msgspec.structs.replace(kind.limits, num_gpu_blocks=kv_blocks))
 
 

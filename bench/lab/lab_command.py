@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from bench.lab.disaggregation import PlayedTrace, run_pairs_lab
-from bench.lab.export import pool_measures, results_of, ttft_blocks, write_csv, write_json
+from bench.lab.export import build_replay_results, pool_measures, ttft_windows, write_csv, write_json
 from bench.lab.figures import sweeps_of, write_figures, write_latex
-from bench.lab.html import write_html
+from bench.lab.html_report import write_html
 from bench.lab.measures import LatencyObjective, Measures
 from bench.lab.trial import Trial, TrialConditions, check_trials
 from bench.lab.trial_runner import run_trials
@@ -221,7 +221,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
     for table in tables:
         console.print(table.as_rich_table())
         page += [f"## {table.title}", "", *table.as_markdown(), ""]
-    results = results_of(reports, objective, options.command_line)
+    results = build_replay_results(reports, objective, options.command_line)
     write_json(results, options.out / "lab.json")
     write_csv(results, options.out / "lab.csv")
     write_html(reports, results, options.out / "lab.html")
@@ -276,7 +276,7 @@ def _lines(
 ) -> list[PolicyResult]:
     """The lowest mean TTFT first. ``reports``: for each policy, those of all seeds."""
 
-    blocks = {policy: ttft_blocks(found) for policy, found in zip(policies, reports, strict=True)}
+    blocks = {policy: ttft_windows(found) for policy, found in zip(policies, reports, strict=True)}
     ours = blocks.get(_OURS, blocks[policies[0]])
     lines = [
         PolicyResult(

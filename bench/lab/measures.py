@@ -77,7 +77,7 @@ class Measures(msgspec.Struct, frozen=True):
     duration_s: float
 
 
-def measure(
+def compute_measures(
     rows: Sequence[RequestRow], duration_s: float, objective: LatencyObjective, *, engines: int | None = None
 ) -> Measures:
     """Of one trial, or of several as one. ``duration_s``: the sum of their durations in virtual time.

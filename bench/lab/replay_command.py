@@ -12,16 +12,16 @@ import msgspec
 
 from bench.engine.kv_transfer import NETWORKS
 from bench.lab.export import (
+    build_replay_results,
     group_by_conditions,
     group_by_policy,
     pool_measures,
-    results_of,
-    ttft_blocks,
+    ttft_windows,
     write_csv,
     write_json,
 )
 from bench.lab.figures import sweeps_of, write_figures, write_latex
-from bench.lab.html import write_html
+from bench.lab.html_report import write_html
 from bench.lab.measures import NARROW, LatencyObjective, policy_table
 from bench.lab.policies.registry import POLICIES
 from bench.lab.trial import Trial, TrialConditions, check_trials
@@ -138,7 +138,7 @@ def replay(options: argparse.Namespace, console: Console) -> int:
         conditions.workload()
     objective = LatencyObjective(float(Duration(options.slo_ttft)), float(Duration(options.slo_tpot)))
     reports = run_trials(trials, KEPT, console, jobs=options.jobs, fresh=options.fresh)
-    results = results_of(reports, objective, options.command_line)
+    results = build_replay_results(reports, objective, options.command_line)
     shown = [*tables(reports, objective), *(sweep.table() for sweep in sweeps_of(reports))]
     for one in shown:
         console.print(one.as_rich_table())
@@ -216,7 +216,7 @@ def tables(reports: Sequence[TrialReport], objective: LatencyObjective) -> list[
         policies = group_by_policy(group)
         measures = {name: pool_measures(some, objective) for name, some in policies.items()}
         ordered = dict(sorted(measures.items(), key=lambda item: item[1].ttft_s.mean))
-        intervals = {name: mean_interval(ttft_blocks(some)) for name, some in policies.items()}
+        intervals = {name: mean_interval(ttft_windows(some)) for name, some in policies.items()}
         title = f"{words}; virtual time, seconds, unless a heading has a unit"
         found.append(policy_table(title, ordered, intervals, columns=NARROW))
     return found

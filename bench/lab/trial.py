@@ -13,18 +13,18 @@ import msgspec
 from bench.engine.hardware import API_S
 from bench.engine.kv_transfer import NETWORKS
 from bench.engine.step_time import StepWork, prefill_s, step_batch
-from bench.lab.hardware import engine_kinds
+from bench.lab.hardware import engine_profiles
 from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.policies.registry import policy_named
 from bench.lab.policies.trackers import EngineCalibration, PolicySetup
-from bench.stack.stack import documents
+from bench.stack.loopback_stack import documents
 from bench.virtual.engines import addresses
 from bench.virtual.simulation import DisaggregationSettings, SimulatedDelays, Simulation
 from bench.workload.generators import load_workload
 from bench.workload.sessions import with_rate_scale
 from bench.workload.traces import Excerpt
 from extproc.api.config_loader import load_snapshot
-from extproc.errors import NoEndpoint
+from extproc.refusals import NoEndpoint
 
 if TYPE_CHECKING:
     import random
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from bench.engine.request import Request
     from bench.engine.scheduler import Scheduler
     from bench.reporting.request_results import RequestResult
-    from bench.virtual.engines import EngineKind
+    from bench.virtual.engines import EngineProfile
     from bench.workload.sessions import Workload
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.scheduling.picker import Pick, Picker, View
 
 _CHUNK: Final = 8192
@@ -44,7 +44,7 @@ _CHUNK: Final = 8192
 class TtftLowerBound:
     """A RequestObserver. ``kind``: the fastest engine of the trial."""
 
-    def __init__(self, kind: EngineKind) -> None:
+    def __init__(self, kind: EngineProfile) -> None:
         self._kind = kind
         self._seen: set[int] = set()
         self._seconds: dict[tuple[int, int], float] = {}
@@ -179,7 +179,7 @@ class TrialReport(msgspec.Struct, frozen=True):
 def run_trial(trial: Trial, clock: Callable[[], float]) -> TrialReport:
     """Raises TraceInvalid, ConfigInvalid, HardwareUnknown or PolicyFailed. ``clock``: seconds of the wall clock."""
     conditions = trial.conditions
-    kinds = engine_kinds(
+    kinds = engine_profiles(
         conditions.hardware,
         conditions.model,
         count=conditions.engines,
@@ -226,7 +226,7 @@ def check_trials(trials: Sequence[Trial]) -> None:
         if made.has_pairs and alone:
             raise PolicyFailed(f"{name}: is for engines in two roles; give --prefill N and --decode N")
     for hardware, model in dict.fromkeys((trial.conditions.hardware, trial.conditions.model) for trial in trials):
-        engine_kinds(hardware, model, count=1, block_size=16)
+        engine_profiles(hardware, model, count=1, block_size=16)
 
 
 class _FirstFailure:
@@ -253,7 +253,7 @@ class _FirstFailure:
             raise
 
 
-def calibrate_engine(kind: EngineKind) -> EngineCalibration:
+def calibrate_engine(kind: EngineProfile) -> EngineCalibration:
     """What an operator would measure on an idle engine: a prefill of 8,192 tokens (llm-d's recipe), and 32 decodes."""
     prefill_s = kind.speed.seconds(step_batch([StepWork(_CHUNK, 0)]))
     decode_s = kind.speed.seconds(step_batch([StepWork(1, 1000)] * 32)) / 32

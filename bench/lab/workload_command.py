@@ -90,7 +90,7 @@ def _prompts(workload: Workload, rng: random.Random, block: int) -> Iterator[tup
         now, _, index, session, messages = heapq.heappop(heap)
         turn = session.turns[index]
         if not index or turn.is_whole:
-            messages = [Message(one["role"], one["content"]) for one in session.opening()]
+            messages = [Message(one["role"], one["content"]) for one in session.opening_messages()]
         messages.append(Message("user", turn.text))
         prompt = render_chat(messages)
         hashes = BlockHashes(session.adapter, block)

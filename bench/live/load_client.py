@@ -108,7 +108,7 @@ class LoadClient:
         self, http: aiohttp.ClientSession, session: Session, began_at_s: float, note: Callable[[RequestResult], None]
     ) -> None:
         clock = asyncio.get_running_loop().time
-        opening = session.opening()
+        opening = session.opening_messages()
         messages = list(opening)
         due_at_s = began_at_s + session.begins_at_s / self._speed
         for turn in session.turns:

@@ -35,8 +35,8 @@ from bench.reporting.request_results import (
     tpots_s,
     ttfts_s,
 )
-from bench.stack.processes import StartFailed, busy_share, cpu_seconds, read_cpu_time
-from bench.stack.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
+from bench.stack.processes import StartFailed, busy_share, cpu_seconds, read_machine_cpu_time
 from bench.workload.generators import Conversations, conversation_workload
 from bench.workload.sessions import Workload
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
@@ -266,10 +266,10 @@ async def _run(policy: str, stack: Stack, settings: ComparisonSettings, progress
 
     pids = {**stack.pids, "client": os.getpid()}
     cpu_before = {name: cpu_seconds(pid) for name, pid in pids.items()}
-    machine_before = read_cpu_time()
+    machine_before = read_machine_cpu_time()
     client = LoadClient(stack.url, ALIAS, speed=settings.flags.speed, on_result=show)
     await client.send(settings.workload)
-    busy = busy_share(machine_before, read_cpu_time())
+    busy = busy_share(machine_before, read_machine_cpu_time())
     cpu = {name: cpu_seconds(pid) - cpu_before[name] for name, pid in pids.items()}
     async with aiohttp.ClientSession() as http:
         served = await asyncio.gather(*(_served(http, engine) for engine in stack.engines))

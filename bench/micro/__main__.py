@@ -21,8 +21,8 @@ from rich.console import Console
 from bench.micro import overhead
 from bench.micro.compared_servers import GATEWAY_MISSING, GATEWAY_PYTHON
 from bench.micro.overhead_figures import ServerFigures, markdown, server_figures, table, thread_cpu_lines
+from bench.stack.loopback_stack import EnvoyMissing
 from bench.stack.processes import StartFailed
-from bench.stack.stack import EnvoyMissing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

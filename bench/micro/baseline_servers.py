@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from bench.stack.stack import ALIAS, MODEL
+from bench.stack.loopback_stack import ALIAS, MODEL
 from extproc.streams.health import EXTERNAL_PROCESSOR, READINESS
 from extproc.streams.message_order import BodyMode
 from extproc.streams.messages import (
@@ -34,7 +34,7 @@ from extproc.streams.messages import (
     StreamAccessLogsMessage,
 )
 from extproc.streams.server import ACCESS_LOG
-from extproc.wire_protocol import DESTINATION, LB_NAMESPACE, NAMESPACE, SERVER_CLUSTER, SERVER_HEADER, TICKET
+from extproc.wire_names import DESTINATION, LB_NAMESPACE, NAMESPACE, SERVER_CLUSTER, SERVER_HEADER, TICKET
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

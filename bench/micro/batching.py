@@ -27,7 +27,7 @@ from bench.micro.compared_servers import PortProbe
 from bench.micro.http_load import RequestLoad, WireRequest
 from bench.micro.overhead_figures import run_and_report
 from bench.reporting.request_results import nearest_rank
-from bench.stack.processes import Processes, busy_share, cpu_seconds, free_ports, read_cpu_time
+from bench.stack.processes import Processes, busy_share, cpu_seconds, free_ports, read_machine_cpu_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ _PHASE_S: Final = 2.0
 _FEATURES: Final = 16
 
 
-class BatchingLoad(msgspec.Struct, frozen=True):
+class BatchingMeasurement(msgspec.Struct, frozen=True):
     """Clients of one way in one round. ``calls``: of the engine for each request. ``cpu_us``: of the agent for each
     request; 0 without one.
     """
@@ -67,8 +67,8 @@ class BatchFigures(msgspec.Struct, frozen=True):
     """
 
     clients: int
-    direct: BatchingLoad
-    joined: BatchingLoad
+    direct: BatchingMeasurement
+    joined: BatchingMeasurement
     rate: Spread
     p50: Spread
     added_ms: Spread
@@ -80,19 +80,21 @@ class Report(msgspec.Struct, frozen=True):
     load: float
     busy: float
     figures: list[BatchFigures]
-    rounds: dict[int, list[dict[Way, BatchingLoad]]]
+    rounds: dict[int, list[dict[Way, BatchingMeasurement]]]
 
 
-def figures_of(clients: int, rounds: Sequence[dict[Way, BatchingLoad]]) -> BatchFigures:
+def batch_figures(clients: int, rounds: Sequence[dict[Way, BatchingMeasurement]]) -> BatchFigures:
     """Medians of the rounds, and ratios within them."""
 
-    def spread(value: Callable[[BatchingLoad, BatchingLoad], float]) -> Spread:
+    def spread(value: Callable[[BatchingMeasurement, BatchingMeasurement], float]) -> Spread:
         found = [value(one["joined"], one["direct"]) for one in rounds]
         return Spread(statistics.median(found), min(found), max(found))
 
-    def median(way: Way) -> BatchingLoad:
-        names = BatchingLoad.__struct_fields__
-        return BatchingLoad(**{name: statistics.median(getattr(one[way], name) for one in rounds) for name in names})
+    def median(way: Way) -> BatchingMeasurement:
+        names = BatchingMeasurement.__struct_fields__
+        return BatchingMeasurement(
+            **{name: statistics.median(getattr(one[way], name) for one in rounds) for name in names}
+        )
 
     return BatchFigures(
         clients,
@@ -178,12 +180,12 @@ async def _start(processes: Processes) -> _Ports:
 
 async def measure(
     directory: Path, *, rounds: int, phase_s: float = _PHASE_S
-) -> dict[int, list[dict[Way, BatchingLoad]]]:
+) -> dict[int, list[dict[Way, BatchingMeasurement]]]:
     """By the number of clients, round by round."""
     instances = [[(number + at) % 10 / 4 for at in range(_FEATURES)] for number in range(64)]
     path = "/v1/models/m:predict"
     prepared = [WireRequest(msgspec.json.encode({"instances": [one]}), path).wire_bytes() for one in instances]
-    found = dict[int, list[dict[Way, BatchingLoad]]]()
+    found = dict[int, list[dict[Way, BatchingMeasurement]]]()
     async with Processes(directory) as processes, aiohttp.ClientSession() as http:
         ports = await _start(processes)
         for number in range(rounds):
@@ -197,14 +199,14 @@ async def measure(
 
 async def _load(
     http: aiohttp.ClientSession, ports: _Ports, way: Way, prepared: Sequence[bytes], clients: int, phase_s: float
-) -> BatchingLoad:
+) -> BatchingMeasurement:
     calls, cpu_s = await _calls(http, ports), cpu_seconds(ports.agent_pid)
     load = RequestLoad(prepared, connections=clients)
     per_s = await load.run("127.0.0.1", ports.by_way[way], seconds=phase_s)
     taken_ms, count = sorted(1000 * one for one in load.taken_s), len(load.taken_s)
     cpu_us = 1e6 * (cpu_seconds(ports.agent_pid) - cpu_s) / count if way == "joined" else 0.0
     calls = (await _calls(http, ports) - calls) / count
-    return BatchingLoad(per_s, nearest_rank(taken_ms, 0.5), nearest_rank(taken_ms, 0.99), calls, cpu_us)
+    return BatchingMeasurement(per_s, nearest_rank(taken_ms, 0.5), nearest_rank(taken_ms, 0.99), calls, cpu_us)
 
 
 async def _calls(http: aiohttp.ClientSession, ports: _Ports) -> float:
@@ -214,11 +216,11 @@ async def _calls(http: aiohttp.ClientSession, ports: _Ports) -> float:
 
 async def run(*, rounds: int) -> Report:
     """All of it."""
-    (load, *_), before = os.getloadavg(), read_cpu_time()
+    (load, *_), before = os.getloadavg(), read_machine_cpu_time()
     with tempfile.TemporaryDirectory(prefix="attache-batching-") as directory:
         found = await measure(Path(directory), rounds=rounds)
-    busy = busy_share(before, read_cpu_time())
-    return Report(load, busy, [figures_of(clients, one) for clients, one in found.items()], found)
+    busy = busy_share(before, read_machine_cpu_time())
+    return Report(load, busy, [batch_figures(clients, one) for clients, one in found.items()], found)
 
 
 def main() -> int:

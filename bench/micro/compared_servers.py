@@ -23,8 +23,8 @@ from bench.micro.http_load import (
     infer_path,
     tensor_requests,
 )
+from bench.stack.loopback_stack import ALIAS, MODEL, ROOT, documents, envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import ALIAS, MODEL, ROOT, documents, envoy_command
 from controller.bundle.envoy.bundle import build_bundle
 from controller.bundle.sync import PublishStep, write_step
 from extproc.api.config_loader import load_snapshot

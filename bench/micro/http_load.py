@@ -17,7 +17,7 @@ import msgspec
 from bench.engine.fake_tokenizer import BYTES_PER_TOKEN
 from bench.micro.grpc_load import GrpcConnection, grpc_call_frames
 from bench.micro.instant_engine import INFER_CALL, LAST_CHUNK, content_length, is_chunked
-from bench.stack.stack import ALIAS
+from bench.stack.loopback_stack import ALIAS
 from bench.workload.sessions import text_of
 
 if TYPE_CHECKING:

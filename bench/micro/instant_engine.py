@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final, cast
 
 import uvloop
 
-from bench.stack.stack import MODEL
+from bench.stack.loopback_stack import MODEL
 from extproc.rpc.server import RpcServer
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from extproc.rpc.server import RpcCall

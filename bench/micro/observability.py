@@ -24,8 +24,8 @@ import grpc.aio
 import msgspec
 
 from bench.micro.http_load import RequestLoad, chat_requests
+from bench.stack.loopback_stack import ROOT, documents
 from bench.stack.processes import Processes, cpu_seconds, free_ports, workers_of
-from bench.stack.stack import ROOT, documents
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -11,7 +11,7 @@ import msgspec
 from bench.micro.compared_servers import ANSWER_BY_ENVOY, ComparedServers, MeasuredCase
 from bench.micro.http_load import RequestLoad
 from bench.reporting.request_results import nearest_rank
-from bench.stack.processes import Processes, StartFailed, cpu_seconds, is_running, peak_rss_bytes, thread_seconds
+from bench.stack.processes import Processes, StartFailed, cpu_seconds, is_running, peak_rss_bytes, thread_cpu_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ CASES: Final = (
 QUICK_CASES: Final = (MeasuredCase(2_000, 8), MeasuredCase(100_000, 8))
 
 
-class Phase(msgspec.Struct, frozen=True):
+class LoadPhase(msgspec.Struct, frozen=True):
     """A way to load a server.
 
     ``by_envoy``: Envoy answers in place of the engines, so that the server is the bottleneck.
@@ -48,9 +48,9 @@ class Phase(msgspec.Struct, frozen=True):
     by_envoy: bool = False
 
 
-ALONE: Final = Phase("one at a time", 1)
-BUSY: Final = Phase("24 at once", 24, by_envoy=True)
-WHOLE: Final = Phase("32 at once", 32)
+ALONE: Final = LoadPhase("one at a time", 1)
+BUSY: Final = LoadPhase("24 at once", 24, by_envoy=True)
+WHOLE: Final = LoadPhase("32 at once", 32)
 PHASES: Final = (ALONE, BUSY, WHOLE)
 
 
@@ -65,7 +65,7 @@ FULL: Final = MeasurementEffort(rounds=8, phase_s=0.3)
 QUICK: Final = MeasurementEffort(rounds=10, phase_s=0.3)
 
 
-class PhaseLoad(msgspec.Struct, frozen=True):
+class PhaseMeasurement(msgspec.Struct, frozen=True):
     """One server in one phase of one round.
 
     Times are of one request; ``busy``: the server's share of one processor.
@@ -85,7 +85,7 @@ class OverheadResult(msgspec.Struct, frozen=True):
 
     start_s: float
     peak_rss_bytes: int
-    loads: dict[str, list[PhaseLoad]]
+    loads: dict[str, list[PhaseMeasurement]]
 
 
 class CaseResult(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ async def measure(
         asked = case.requests(64 if case.prompt_bytes < 100_000 else 16)
         direct = f"{ANSWER_BY_ENVOY}: 1\r\n"
         prepared = {phase.name: [one.wire_bytes(direct * phase.by_envoy) for one in asked] for phase in PHASES}
-        loads: dict[str, dict[str, list[PhaseLoad]]] = {server.name: {} for server in servers}
+        loads: dict[str, dict[str, list[PhaseMeasurement]]] = {server.name: {} for server in servers}
         for server in servers:  # the first second is not like the others
             load = RequestLoad(prepared[WHOLE.name], connections=8, calls=case.by_call)
             await load.run("127.0.0.1", server.port, seconds=1.0)
@@ -143,23 +143,23 @@ def _expect_all_alive(servers: Sequence[MeasuredServer], logs: Path) -> None:
                 raise StartFailed(f"{name} has ended while it was measured; its log ends so:\n{log[-2000:]}")
 
 
-def _phases_of(server: MeasuredServer) -> list[Phase]:
+def _phases_of(server: MeasuredServer) -> list[LoadPhase]:
     """The engine by itself is measured only to be subtracted; only Envoy can answer in place of engines."""
     if server.name == "engine":
         return [ALONE]
     return [phase for phase in PHASES if server.envoy_pid is not None or not phase.by_envoy]
 
 
-async def _load(server: MeasuredServer, load: RequestLoad, seconds: float) -> PhaseLoad:
+async def _load(server: MeasuredServer, load: RequestLoad, seconds: float) -> PhaseMeasurement:
     clock = asyncio.get_running_loop().time
-    threads, began_s = thread_seconds(server.pid), clock()
+    threads, began_s = thread_cpu_seconds(server.pid), clock()
     envoy_s = None if server.envoy_pid is None else cpu_seconds(server.envoy_pid)
     rate = await load.run("127.0.0.1", server.port, seconds=seconds)
-    used = {name: s - threads.get(name, 0.0) for name, s in thread_seconds(server.pid).items()}
+    used = {name: s - threads.get(name, 0.0) for name, s in thread_cpu_seconds(server.pid).items()}
     answered, took_s = len(load.taken_s), clock() - began_s
     each = 1e6 / answered
     ordered = sorted(load.taken_s)
-    return PhaseLoad(
+    return PhaseMeasurement(
         requests_per_s=rate,
         p50_ms=1000 * nearest_rank(ordered, 0.5),
         p90_ms=1000 * nearest_rank(ordered, 0.9),

@@ -11,8 +11,8 @@ import uvloop
 from rich.table import Table
 
 from bench.micro.overhead import ALONE, BUSY, WHOLE
+from bench.stack.loopback_stack import EnvoyMissing
 from bench.stack.processes import StartFailed
-from bench.stack.stack import EnvoyMissing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from bench.micro.overhead import CaseResult, OverheadResult, PhaseLoad
+    from bench.micro.overhead import CaseResult, OverheadResult, PhaseMeasurement
 
 _Report = TypeVar("_Report", bound=msgspec.Struct)
 
@@ -118,7 +118,7 @@ def _of_phase(phase: str, one: OverheadResult, base: OverheadResult) -> PhaseFig
     )
 
 
-def _added(one: OverheadResult, base: OverheadResult, value: Callable[[PhaseLoad], float]) -> Spread:
+def _added(one: OverheadResult, base: OverheadResult, value: Callable[[PhaseMeasurement], float]) -> Spread:
     """Differences, one request at a time."""
     ones, bases = ([value(load) for load in side.loads[ALONE.name]] for side in (one, base))
     added = [a - b for a, b in zip(ones, bases, strict=True)]
@@ -126,9 +126,9 @@ def _added(one: OverheadResult, base: OverheadResult, value: Callable[[PhaseLoad
 
 
 def _ratio(
-    ones: Sequence[PhaseLoad],
-    bases: Sequence[PhaseLoad],
-    value: Callable[[PhaseLoad], float],
+    ones: Sequence[PhaseMeasurement],
+    bases: Sequence[PhaseMeasurement],
+    value: Callable[[PhaseMeasurement], float],
     *,
     best: Callable[[list[float]], float],
 ) -> Spread:

@@ -25,8 +25,8 @@ import yaml
 from bench.micro.compared_servers import HttpProbe, PortProbe, bundle_files
 from bench.micro.http_load import RequestLoad, chat_requests
 from bench.micro.instant_engine import EVENTS
+from bench.stack.loopback_stack import MODEL, EnvoyMissing, documents, envoy_command
 from bench.stack.processes import Processes, StartFailed, cpu_seconds, free_ports
-from bench.stack.stack import MODEL, EnvoyMissing, documents, envoy_command
 from controller.bundle.sync import PublishStep, write_step
 
 if TYPE_CHECKING:

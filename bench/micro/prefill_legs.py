@@ -34,16 +34,16 @@ from bench.micro.http_load import RequestLoad, chat_requests
 from bench.micro.instant_engine import EVENTS
 from bench.micro.overhead_figures import run_and_report
 from bench.reporting.request_results import nearest_rank
+from bench.stack.loopback_stack import ALIAS, documents, envoy_command
 from bench.stack.processes import (
     Processes,
     busy_share,
     cpu_seconds,
     free_ports,
     peak_rss_bytes,
-    read_cpu_time,
+    read_machine_cpu_time,
     rss_bytes,
 )
-from bench.stack.stack import ALIAS, documents, envoy_command
 from controller.bundle.sync import write_bundle_once
 from extproc.api.config_loader import load_directory
 
@@ -129,7 +129,7 @@ class LegReport(msgspec.Struct, frozen=True):
     rounds: dict[int, list[LegRound]]
 
 
-def figures_of(size: int, rounds: Sequence[LegRound]) -> LegFigures:
+def leg_figures(size: int, rounds: Sequence[LegRound]) -> LegFigures:
     """The module's formulas."""
     added = {way: [_added_ms(one, way) for one in rounds] for way in LEGS}
     cpu = {way: [_above_whole(one, way, lambda load: load.cpu_us) for one in rounds] for way in LEGS}
@@ -327,7 +327,7 @@ def markdown(report: LegReport) -> str:
 
 async def run(console: Console, sizes: Sequence[int], *, rounds: int) -> LegReport:
     """All of it."""
-    (load, *_), before = os.getloadavg(), read_cpu_time()
+    (load, *_), before = os.getloadavg(), read_machine_cpu_time()
     found = dict[int, list[LegRound]]()
     for size in sizes:
         console.print(f"{size // 1000:,} KB")
@@ -336,8 +336,8 @@ async def run(console: Console, sizes: Sequence[int], *, rounds: int) -> LegRepo
     console.print(f"{_HELD} bodies of 1 MB")
     with tempfile.TemporaryDirectory(prefix="attache-legs-") as directory:
         memory = await measure_memory(Path(directory))
-    busy = busy_share(before, read_cpu_time())
-    return LegReport(load, busy, [figures_of(size, one) for size, one in found.items()], memory, found)
+    busy = busy_share(before, read_machine_cpu_time())
+    return LegReport(load, busy, [leg_figures(size, one) for size, one in found.items()], memory, found)
 
 
 def main() -> int:

@@ -26,8 +26,8 @@ from bench.micro.checkout_runner import BEGIN
 from bench.micro.compared_servers import ANSWER_BY_ENVOY, ComparedServers, MeasuredCase
 from bench.micro.http_load import RequestLoad, chat_requests
 from bench.micro.overhead import BUSY
-from bench.stack.processes import Processes, StartFailed, thread_seconds
-from bench.stack.stack import EnvoyMissing
+from bench.stack.loopback_stack import EnvoyMissing
+from bench.stack.processes import Processes, StartFailed, thread_cpu_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ _HERTZ: Final = 499
 _NO_PERF: Final = "NOT MEASURED: time by library; install `perf`"
 
 
-class Stacks(msgspec.Struct, frozen=True):
+class StackSamples(msgspec.Struct, frozen=True):
     """Samples by stack: ``module:function`` from the outermost inwards."""
 
     counts: dict[tuple[str, ...], int]
@@ -64,10 +64,10 @@ class Stacks(msgspec.Struct, frozen=True):
         return found
 
 
-def read_stacks(text: str) -> Stacks:
+def read_stacks(text: str) -> StackSamples:
     """From lines of a stack, a space, and a count."""
     pairs = (line.rpartition(" ") for line in text.splitlines())
-    return Stacks({tuple(stack.split(";")): int(count) for stack, _, count in pairs})
+    return StackSamples({tuple(stack.split(";")): int(count) for stack, _, count in pairs})
 
 
 class CpuProfile(msgspec.Struct, frozen=True):
@@ -107,9 +107,9 @@ async def profile(root: Path, case: MeasuredCase, seconds: float) -> CpuProfile:
 
 async def _load(server: MeasuredServer, prepared: Sequence[bytes], seconds: float) -> dict[str, float]:
     """Microseconds of a request by thread."""
-    before, load = thread_seconds(server.pid), RequestLoad(prepared, connections=BUSY.at_once)
+    before, load = thread_cpu_seconds(server.pid), RequestLoad(prepared, connections=BUSY.at_once)
     await load.run("127.0.0.1", server.port, seconds=seconds)
-    after = thread_seconds(server.pid).items()
+    after = thread_cpu_seconds(server.pid).items()
     return {name: (used_s - before.get(name, 0.0)) / len(load.taken_s) * 1e6 for name, used_s in after}
 
 

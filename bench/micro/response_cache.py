@@ -110,7 +110,7 @@ def table(found: Mapping[str, Found]) -> str:
                 f"{median(one.rate for one in results):.0f}",
                 f"{median(one.rate / base.rate for one, base in pairs):.2f}",
                 *(f"{median(one.cpu_us[role] for one in results):.0f}" for role in _ROLES),
-                f"{median(one.all_us / base.all_us for one, base in pairs):.2f}",
+                f"{median(one.total_cpu_us / base.total_cpu_us for one, base in pairs):.2f}",
             )
             lines.append(f"| {case} | {way} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from extproc.api.spec import API_VERSION
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 SERVERS = 50
 # processor time: a bundle is built beside requests

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.stack.stack import ALIAS, MODEL, ROOT, documents
+from bench.stack.loopback_stack import ALIAS, MODEL, ROOT, documents
 from bench.workload.sessions import text_of
 from extproc.api.config_loader import load_snapshot
 from extproc.api.model_server import ModelServerSpec
@@ -23,13 +23,13 @@ from extproc.endpoints.table import EndpointTable
 from extproc.llmd.picker_builder import picker_from_text
 from extproc.llmd.plugin_types import installed_plugins
 from extproc.prefix.approximate_index import hash_blocks
-from extproc.prefix.kv_events import BlocksRemoved, BlocksStored
+from extproc.prefix.kv_event_decoder import BlocksRemoved, BlocksStored
 from extproc.prefix.kv_index import EventSource, KvIndex
 from extproc.request.body_parser import parse_body
 from extproc.request.json_rewrite import with_changes
-from extproc.scheduling.picker import Demand, RequestFacts, View
+from extproc.scheduling.picker import RequestDemand, RequestFacts, View
 from extproc.scheduling.picker_cache import default_picker
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
@@ -98,7 +98,7 @@ def test_a_whole_decision(benchmark: BenchmarkFixture, size: int, endpoints: int
     assert benchmark(decide) == "default/llama"
 
 
-def pairs() -> Core:
+def core_with_prefill_pair() -> Core:
     """One pair, of which the one engine prefills every prompt for the other."""
     roles = ("prefill", "decode")
     endpoints = [{"address": f"10.0.0.{number}:8000", "labels": {"role": role}} for number, role in enumerate(roles, 1)]
@@ -111,7 +111,7 @@ def pairs() -> Core:
 
 @pytest.mark.parametrize("size", [2_000, 100_000, 1_000_000])
 def test_a_decision_with_a_prefill_leg(benchmark: BenchmarkFixture, size: int) -> None:
-    core, bodies = pairs(), cycle([body(size, f"key {number}") for number in range(8)])
+    core, bodies = core_with_prefill_pair(), cycle([body(size, f"key {number}") for number in range(8)])
     # NIXL's: 9 bytes for a block of 16 tokens
     blocks = list(range(10_000_000, 10_000_000 + size // 64))
     params = {"do_remote_prefill": True, "remote_block_ids": [blocks], "remote_host": "10.0.0.1", "remote_port": 5600}
@@ -144,7 +144,7 @@ def endpoint_view(endpoints: int) -> View:
     table.reported_at_s[:] = 0.0
     cached = np.where(rng.random(rows) < 0.2, 1500.0, 0.0)
     return View(
-        table, Demand(cached, PromptCost().prefill_work(2000.0 - cached, cached)), RequestFacts("m", 2000.0), 0.1
+        table, RequestDemand(cached, PromptCost().prefill_work(2000.0 - cached, cached)), RequestFacts("m", 2000.0), 0.1
     )
 
 
@@ -215,7 +215,7 @@ def test_an_endpoint_that_leaves_with_ranks_of_twenty_thousand_blocks(benchmark:
     def fill_and_forget() -> int:
         index = index_of_ranks(8, 20_000)
         index.forget(0)
-        while index.sweep():
+        while index.drop_cleared_blocks():
             pass
         return index.blocks_held(0)
 
@@ -228,7 +228,7 @@ def test_charge_and_settle(benchmark: BenchmarkFixture, charged: str) -> None:
     server = {"pricing": [{"perMillion": {"input": "2.5", "cachedInput": "0.25", "output": "10"}}]}
     text = documents(["10.0.0.1:8000"], gateway={}, more=server, route=CHARGED[charged])
     core = Core(load_snapshot({"all.yaml": text.encode()}), rng=random.Random(0), ticket_prefix="t")
-    core.on_wall_clock(1.7e9, 0.0)
+    core.align_with_wall_clock(1.7e9, 0.0)
     arrival = core.builder.build_by_model(HEAD, body(2_000))
 
     def live() -> bool:

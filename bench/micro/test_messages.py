@@ -18,7 +18,7 @@ from extproc.scheduling.pool import Assignment
 from extproc.streams.headers import read_head
 from extproc.streams.messages import ProcessingRequest
 from extproc.streams.responses import decision_answer, duplex_decision_answer
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,12 +57,12 @@ def decision(changed_bytes: int, usage: UsageContext | None = None) -> Decision:
     return Decision("abcdef123456-1f", "default/llama", "acme", assignment, body, usage=usage)
 
 
-def read(message: bytes) -> bool:
+def read_request_head(message: bytes) -> bool:
     return read_head(ProcessingRequest.FromString(message).request_headers).has_body
 
 
 CALLS: dict[str, Callable[[], object]] = {
-    "read headers": partial(read, request_headers()),
+    "read headers": partial(read_request_head, request_headers()),
     "parse 2 KB": partial(parse_body, Api.CHAT, body(2_000)),
     "answer": partial(decision_answer, decision(0)),
     "answer with 2 KB": partial(decision_answer, decision(2_000)),

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from extproc.admission.buckets import Bucket, Limit
 from extproc.admission.fair_queue import FairQueue, FlowControlGate
-from extproc.admission.flows import FlowKey, QueuedRequest
+from extproc.admission.flow_queues import FlowKey, QueuedRequest
 from extproc.admission.saturation import EndpointHeadroom
+from extproc.admission.token_buckets import Bucket, Limit
 from extproc.api.admission import BANDS, FlowControl, SaturationSpec
 from extproc.endpoints.in_flight import begin_request
 from extproc.endpoints.table import EndpointTable
@@ -28,7 +28,7 @@ WAITING, TENANTS = 10_000, 1_000
 FAIRNESS = ["VirtualTokenCounter", "DeficitLocality", "SlidingWindow", "RoundRobin", "GlobalStrict"]
 
 
-def queued(rng: random.Random, numbers: Iterator[int]) -> QueuedRequest:
+def queued_request(rng: random.Random, numbers: Iterator[int]) -> QueuedRequest:
     number = next(numbers)
     tokens = rng.uniform(100, 10_000)
     cached = rng.choice([0.0, tokens / 2])
@@ -46,19 +46,19 @@ def queued(rng: random.Random, numbers: Iterator[int]) -> QueuedRequest:
     )
 
 
-def control(fairness: str = "VirtualTokenCounter") -> FlowControl:
+def flow_control_settings(fairness: str = "VirtualTokenCounter") -> FlowControl:
     bands = tuple(msgspec.structs.replace(band, max_requests=10**6) for band in BANDS)
     return FlowControl(fairness=fairness, bands=bands, max_requests=10**6)  # type: ignore[arg-type]  # of the five
 
 
-def filled(settings: FlowControl, rng: random.Random, numbers: Iterator[int]) -> FairQueue:
+def filled_queue(settings: FlowControl, rng: random.Random, numbers: Iterator[int]) -> FairQueue:
     queue = FairQueue(settings)
     for _ in range(WAITING):
-        queue.enqueue(queued(rng, numbers))
+        queue.enqueue(queued_request(rng, numbers))
     return queue
 
 
-def engines() -> EndpointTable:
+def eight_endpoints() -> EndpointTable:
     table = EndpointTable()
     table.replace_endpoints([f"10.0.0.{number}:8000" for number in range(8)])
     return table
@@ -67,8 +67,8 @@ def engines() -> EndpointTable:
 @pytest.mark.parametrize("fairness", FAIRNESS)
 def test_enter_and_leave(benchmark: BenchmarkFixture, fairness: str) -> None:
     rng, numbers = random.Random(0), itertools.count()
-    queue = filled(control(fairness), rng, numbers)
-    ready = itertools.cycle([queued(rng, numbers) for _ in range(1000)])
+    queue = filled_queue(flow_control_settings(fairness), rng, numbers)
+    ready = itertools.cycle([queued_request(rng, numbers) for _ in range(1000)])
 
     def both() -> int:
         one = next(ready)
@@ -83,9 +83,9 @@ def test_enter_and_leave(benchmark: BenchmarkFixture, fairness: str) -> None:
 def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
     """One of eight engines has room. Time to find and charge the next request, which then returns to the queue."""
     rng, numbers = random.Random(0), itertools.count()
-    settings = control(fairness)
-    queue = filled(settings, rng, numbers)
-    table = engines()
+    settings = flow_control_settings(fairness)
+    queue = filled_queue(settings, rng, numbers)
+    table = eight_endpoints()
     for row in range(7):
         begin_request(table, row, work=50_000.0, now=0.0)
     capacity = EndpointHeadroom(table, settings.saturation.limits(), 0.0)
@@ -107,8 +107,8 @@ def test_next(benchmark: BenchmarkFixture, fairness: str) -> None:
 
 def test_ended_service(benchmark: BenchmarkFixture) -> None:
     rng, numbers = random.Random(0), itertools.count()
-    queue = filled(control(), rng, numbers)
-    ones = itertools.cycle([queued(rng, numbers) for _ in range(1000)])
+    queue = filled_queue(flow_control_settings(), rng, numbers)
+    ones = itertools.cycle([queued_request(rng, numbers) for _ in range(1000)])
     benchmark(lambda: queue.end_service(next(ones), 10.0, 0.0))
     assert len(queue) == WAITING
 
@@ -125,9 +125,9 @@ def test_endpoints_with_headroom(benchmark: BenchmarkFixture, endpoints: int) ->
 def test_pass_through(benchmark: BenchmarkFixture) -> None:
     """What flow control costs a request that need not wait."""
     rng, numbers = random.Random(0), itertools.count()
-    gate = FlowControlGate(FlowControl(), engines(), stages=lambda: None, rng=rng)
-    one = queued(rng, numbers)
-    assert benchmark(lambda: gate.rows_available_now(one, 0.0)) is not None
+    gate = FlowControlGate(FlowControl(), eight_endpoints(), stages=lambda: None, rng=rng)
+    one = queued_request(rng, numbers)
+    assert benchmark(lambda: gate.rows_for_immediate_dispatch(one, 0.0)) is not None
 
 
 def test_bucket(benchmark: BenchmarkFixture) -> None:
@@ -146,7 +146,7 @@ def test_memory_of_a_waiting_request(benchmark: BenchmarkFixture) -> None:
     rng, numbers = random.Random(0), itertools.count()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    queue = filled(control(), rng, numbers)
+    queue = filled_queue(flow_control_settings(), rng, numbers)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     each = (after - before) / len(queue)

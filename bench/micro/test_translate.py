@@ -18,7 +18,7 @@ PAIRS = list(permutations(("chat", "messages", "responses"), 2))
 EVENTS = 1000
 
 
-def between(client: str, engine: str) -> Translation:
+def translation_between(client: str, engine: str) -> Translation:
     found = find_translation(client, engine)
     assert found is not None
     return found
@@ -28,7 +28,7 @@ def request_of(client: str, size: int) -> bytes:
     """A conversation of messages of 430 bytes."""
     messages = [{"role": ("user", "assistant")[at % 2], "content": "x" * 430} for at in range(size // 470)]
     body = json.dumps({"model": "m", "max_tokens": 100, "messages": messages, "stream": True}).encode()
-    return body if client == "chat" else between("chat", client).translate_request(body, strict=False).body
+    return body if client == "chat" else translation_between("chat", client).translate_request(body, strict=False).body
 
 
 def events_of(engine: str) -> list[bytes]:
@@ -40,7 +40,7 @@ def events_of(engine: str) -> list[bytes]:
     chunks.append(b"data: [DONE]\n\n")
     if engine == "chat":
         return chunks
-    stream = between(engine, "chat").open_stream()
+    stream = translation_between(engine, "chat").open_stream()
     return [one + b"\n\n" for one in b"".join(map(stream.feed, chunks)).split(b"\n\n") if one]
 
 
@@ -48,7 +48,7 @@ def events_of(engine: str) -> list[bytes]:
 @pytest.mark.parametrize(("client", "engine"), PAIRS)
 def test_request(benchmark: BenchmarkFixture, client: str, engine: str, size: int) -> None:
     body = request_of(client, size)
-    found = benchmark(lambda: between(client, engine).translate_request(body, strict=False))
+    found = benchmark(lambda: translation_between(client, engine).translate_request(body, strict=False))
     assert found.stream
 
 
@@ -57,7 +57,7 @@ def test_1000_events(benchmark: BenchmarkFixture, client: str, engine: str) -> N
     events = events_of(engine)
 
     def run() -> bytes:
-        stream = between(client, engine).open_stream()
+        stream = translation_between(client, engine).open_stream()
         return b"".join([*map(stream.feed, events), stream.finish()])
 
     assert benchmark(run).count(b" token") >= EVENTS

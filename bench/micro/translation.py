@@ -24,8 +24,8 @@ import yaml
 from bench.micro.http_load import RequestLoad, WireRequest, chat_requests
 from bench.micro.instant_engine import EVENTS
 from bench.reporting.request_results import nearest_rank
+from bench.stack.loopback_stack import MODEL
 from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes, workers_of
-from bench.stack.stack import MODEL
 
 _READY: Final = "ready: clients connect to"
 _ROLES: Final = ("extproc", "translate")
@@ -57,7 +57,7 @@ class Round(msgspec.Struct, frozen=True):
     cpu_us: dict[str, float]
 
     @property
-    def all_us(self) -> float:
+    def total_cpu_us(self) -> float:
         """Of all processes."""
         return sum(self.cpu_us.values())
 
@@ -159,9 +159,9 @@ async def run(rounds: int, seconds: float) -> str:
 def _line(case: Case, plain: list[Round], translated: list[Round]) -> str:
     median = statistics.median
     p50 = [median(one.p50_s for one in each) * 1e3 for each in (plain, translated)]
-    cpu = [median(one.all_us for one in each) for each in (plain, translated)]
+    cpu = [median(one.total_cpu_us for one in each) for each in (plain, translated)]
     slower = median(b.p50_s / a.p50_s for a, b in zip(plain, translated, strict=True))
-    dearer = median(b.all_us / a.all_us for a, b in zip(plain, translated, strict=True))
+    dearer = median(b.total_cpu_us / a.total_cpu_us for a, b in zip(plain, translated, strict=True))
     roles = [f"{median(one.cpu_us[role] for one in translated):.0f}" for role in ("envoy", "extproc", "translate")]
     return (
         f"| {case.name} | {p50[0]:.2f} | {p50[1]:.2f} | {slower:.2f} | {cpu[0]:.0f} | {cpu[1]:.0f} | {dearer:.2f} |"

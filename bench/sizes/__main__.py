@@ -19,11 +19,11 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from bench.sizes.configuration import GatewayPorts, ObjectCounts, api_key_of, configuration
+from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, api_key_of, configuration
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes
-from bench.stack.stack import envoy_command
 from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
-from extproc.wire_protocol import CHAT_PATH
+from extproc.wire_names import CHAT_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

@@ -22,10 +22,10 @@ from rich.console import Console
 
 from bench.reporting.report_elements import figure
 from bench.soak.hostile_engines import GROUPS, HOSTILE
-from bench.soak.run import SoakSettings, soak
+from bench.soak.soak_loops import SoakSettings, soak
 from bench.soak.verdict import MIB, SoakLimits, SoakRecord, judge, passes
+from bench.stack.loopback_stack import ROOT, EnvoyMissing
 from bench.stack.processes import StartFailed
-from bench.stack.stack import ROOT, EnvoyMissing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     made = parser()
     options = made.parse_args(arguments)
     try:
-        hostile = choose_engines(options.hostile)
+        hostile = choose_hostile_engines(options.hostile)
     except ValueError as error:
         made.error(str(error))
     # a short soak warms up in a third of its time, at a higher rate
@@ -154,7 +154,7 @@ async def _until_stopped(settings: SoakSettings, out: Path) -> SoakRecord:
     return await soak(settings, out / "run", stop)
 
 
-def choose_engines(words: str) -> tuple[str, ...]:
+def choose_hostile_engines(words: str) -> tuple[str, ...]:
     """The names of hostile engines, of groups and names with commas between. Raises ValueError."""
     wanted = [word for word in words.split(",") if word and word != "none"]
     for word in wanted:

@@ -21,6 +21,7 @@ import uvloop
 from aiohttp import web
 
 from bench.engine.api_formats import (
+    ApiResponseFormat,
     ChatFormat,
     ChatRequest,
     CompletionFormat,
@@ -28,7 +29,6 @@ from bench.engine.api_formats import (
     GenerationJob,
     MessagesFormat,
     MessagesRequest,
-    ResponseFormat,
     ResponsesFormat,
     ResponsesRequest,
     chat_job,
@@ -36,13 +36,13 @@ from bench.engine.api_formats import (
     messages_job,
 )
 from bench.engine.api_formats import responses_job as _responses_job
+from bench.engine.embedding_and_audio_apis import tokenize_handlers
 from bench.engine.fake_tokenizer import BYTES_PER_TOKEN, answer_text
 from bench.engine.kv_cache import BlocksRemoved, BlocksStored, CacheChange
 from bench.engine.kv_event_publisher import Form, KvEventPublisher, KvEventsConfig
-from bench.engine.other_apis import token_handlers
 from bench.engine.request import Request, Token
-from bench.soak.fleet import engine_hosts
-from extproc.wire_protocol import Api
+from bench.soak.model_changes import engine_hosts
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -80,7 +80,7 @@ class SoakEngine:
                 web.post("/v1/completions", self._generating(CompletionRequest, completion_job, CompletionFormat)),
                 web.post("/v1/responses", self._generating(ResponsesRequest, _responses_job, ResponsesFormat)),
                 web.post("/v1/messages", self._generating(MessagesRequest, messages_job, MessagesFormat)),
-                web.post("/tokenize", token_handlers(lambda _: True)[Api.TOKENIZE]),
+                web.post("/tokenize", tokenize_handlers(lambda _: True)[Api.TOKENIZE]),
                 web.get("/v1/models", self._models),
                 web.get("/metrics", self._metrics),
                 web.get("/health", self._health),
@@ -89,7 +89,7 @@ class SoakEngine:
         return made
 
     def _generating(
-        self, kind: type[Any], to_job: Callable[[Any], GenerationJob], new_format: Callable[..., ResponseFormat]
+        self, kind: type[Any], to_job: Callable[[Any], GenerationJob], new_format: Callable[..., ApiResponseFormat]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         decoder = msgspec.json.Decoder(kind)
 
@@ -138,7 +138,7 @@ def metrics_page(running: int) -> str:
 
 
 async def _stream(
-    http: web.Request, request: Request, form: ResponseFormat, headers: dict[str, str], *, wants_usage: bool
+    http: web.Request, request: Request, form: ApiResponseFormat, headers: dict[str, str], *, wants_usage: bool
 ) -> web.StreamResponse:
     response = web.StreamResponse(headers={"content-type": "text/event-stream", **headers})
     await response.prepare(http)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import msgspec
 
-from bench.soak import engines, fleet
-from bench.soak.fleet import SoakModel, document, documents_text
+from bench.soak import engines, model_changes
 from bench.soak.hostile_engines import HOSTILE, MIXED, REPLAY_OFFSET, adapter_of, hostile_host
+from bench.soak.model_changes import SoakModel, document, documents_text
+from bench.stack.loopback_stack import FileReady, HttpReady, envoy_binary, envoy_command
 from bench.stack.processes import Processes, free_ports, ports_in_a_row
-from bench.stack.stack import FileReady, HttpReady, envoy_binary, envoy_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -85,7 +85,7 @@ async def running_gateway(
         gateway.write("gateway.yaml", documents_text([document("GatewayConfig", "gateway", listens)]))
         gateway.write("kv.yaml", _model(KV, KV, _kv_spec(ports, kv_ports)))
         for model in models.values():
-            gateway.write(model.file, fleet.model_file_content(model, ports))
+            gateway.write(model.file, model_changes.model_file_content(model, ports))
         for name in hostile:
             spec = _hostile_spec(name, hostile_port, hostile_kv)
             gateway.write(f"hostile-{name}.yaml", _model(name, name, spec, adapters=_adapters(name)))

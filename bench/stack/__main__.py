@@ -14,8 +14,8 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
+from bench.stack.loopback_stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
 from bench.stack.processes import StartFailed
-from bench.stack.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, running_stack
 
 
 def parser(prog: str = "bench.stack") -> argparse.ArgumentParser:

@@ -34,7 +34,7 @@ _RESERVED_S: Final = 60.0
 _RESERVED: Final = deque[tuple[float, int]]()
 
 
-class CpuTime(msgspec.Struct, frozen=True):
+class MachineCpuTime(msgspec.Struct, frozen=True):
     """Seconds of all processors since the machine started."""
 
     busy_s: float
@@ -43,10 +43,10 @@ class CpuTime(msgspec.Struct, frozen=True):
 
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process: all its threads that are still alive."""
-    return sum(thread_seconds(pid).values())
+    return sum(thread_cpu_seconds(pid).values())
 
 
-def thread_seconds(pid: int) -> dict[str, float]:
+def thread_cpu_seconds(pid: int) -> dict[str, float]:
     """User and system time of a process by thread name.
 
     The first thread is called ``main``; the times of threads that share a name are added up.
@@ -81,7 +81,7 @@ def workers_of(supervisor: int) -> list[int]:
     return [pid for name, pid in sorted(_children(supervisor)) if name.startswith("worker-")]
 
 
-def has_spare(supervisor: int) -> bool:
+def has_spare_worker(supervisor: int) -> bool:
     """Whether a process has loaded everything, and would take the place of a worker at once."""
     return any(name == "spare" for name, _ in _children(supervisor))
 
@@ -111,15 +111,15 @@ def _memory_bytes(pid: int, field: str) -> int:
     raise OSError(msg)
 
 
-def read_cpu_time() -> CpuTime:
+def read_machine_cpu_time() -> MachineCpuTime:
     """Processor time of everything that runs on the machine."""
     fields = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     tick = os.sysconf("SC_CLK_TCK")
     idle = fields[3] + fields[4]
-    return CpuTime((sum(fields) - idle) / tick, sum(fields) / tick)
+    return MachineCpuTime((sum(fields) - idle) / tick, sum(fields) / tick)
 
 
-def busy_share(before: CpuTime, after: CpuTime) -> float:
+def busy_share(before: MachineCpuTime, after: MachineCpuTime) -> float:
     """Share of all processors that was at work between two moments, 0 to 1."""
     total = after.total_s - before.total_s
     return (after.busy_s - before.busy_s) / total if total else 0.0

@@ -9,7 +9,7 @@ import msgspec
 
 from bench.engine.kv_cache import CacheJournal
 from bench.engine.scheduler import EngineLimits, Scheduler
-from bench.engine.step_time import RooflineStepTime, StepTime
+from bench.engine.step_time import RooflineStepTime, StepTimeModel
 from extproc.core.peer_events import EngineReported
 from extproc.engines.metrics import CacheConfig, EngineReport, LoraState
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from bench.virtual.event_queue import EventQueue
 
 
-class EngineKind(msgspec.Struct, frozen=True):
+class EngineProfile(msgspec.Struct, frozen=True):
     """An engine's speed and limits. ``kv_bytes``: of a token's keys and values, in bytes."""
 
-    speed: StepTime
+    speed: StepTimeModel
     limits: EngineLimits
     kv_bytes: float = 131_072.0
 
 
-def roofline_engine(hardware: Hardware, limits: EngineLimits | None = None, *, block_size: int = 16) -> EngineKind:
+def roofline_engine(hardware: Hardware, limits: EngineLimits | None = None, *, block_size: int = 16) -> EngineProfile:
     """Step times by the roofline. Without ``limits``: vLLM's defaults, and as many blocks as the GPUs' memory holds.
 
     ``block_size``: tokens of a KV block, where ``limits`` has none.
     """
     if limits is None:
         limits = EngineLimits(block_size=block_size, num_gpu_blocks=hardware.kv_tokens() // block_size)
-    return EngineKind(RooflineStepTime(hardware), limits, float(hardware.model.kv_bytes_per_token))
+    return EngineProfile(RooflineStepTime(hardware), limits, float(hardware.model.kv_bytes_per_token))
 
 
 def addresses(count: int) -> list[str]:
@@ -61,7 +61,7 @@ class VirtualEngine:
 
     def __init__(
         self,
-        kind: EngineKind,
+        kind: EngineProfile,
         events: EventQueue,
         on_tokens: Callable[[Iterable[Token], float], None],
         *,

@@ -48,7 +48,7 @@ class _Direction:
     def _end(self, plan: int, now: float) -> None:
         if plan != self._plan:
             return
-        ended = self._link.ended(now)
+        ended = self._link.pop_ended(now)
         self._plan_end()
         for key in ended:
             self._on_end(key, now)

@@ -37,7 +37,7 @@ from extproc.core.core import Core
 from extproc.core.effects import (
     AskGuard,
     AskLimits,
-    AskTokens,
+    AskPromptTokens,
     Decision,
     LoadAdapter,
     Prefill,
@@ -46,23 +46,23 @@ from extproc.core.effects import (
     SettleGrant,
     WakeAt,
 )
-from extproc.core.guards import ALLOWED
+from extproc.core.guard_decisions import ALLOWED
 from extproc.core.request_record import AdapterLoadResult, Outcome, PrefillResult, RequestHead
-from extproc.errors import Refusal
-from extproc.prefix import kv_events
+from extproc.prefix import kv_event_decoder
 from extproc.prefix.kv_index import EventSource
+from extproc.refusals import Refusal
 from extproc.scheduling.picker_cache import make_picker_without_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from bench.engine.kv_cache import CacheChange
-    from bench.virtual.engines import EngineKind
+    from bench.virtual.engines import EngineProfile
     from bench.workload.sessions import Workload
-    from extproc.admission.limits import Grant
-    from extproc.api.snapshot import Snapshot
+    from extproc.admission.rate_limits import Grant
+    from extproc.api.config_snapshot import Snapshot
+    from extproc.core.admission_pipeline import Answer
     from extproc.core.effects import Effect, RequestEffect
-    from extproc.core.pipeline import Answer
     from extproc.scheduling.picker_cache import MakePicker
 
 
@@ -168,7 +168,7 @@ def outcome_of(flight: InFlightRequest, request: Request, now: float) -> Outcome
     )
 
 
-class VirtualAdapterLoads:
+class VirtualAdapterLoader:
     """Performs LoadAdapter effects. ``loads``: counts by outcome; ``unloads``: their number."""
 
     def __init__(
@@ -228,10 +228,10 @@ def kv_event_feed(
     return changed
 
 
-def _event(change: CacheChange, block_size: int) -> kv_events.Event:
+def _event(change: CacheChange, block_size: int) -> kv_event_decoder.Event:
     if isinstance(change, BlocksRemoved):
-        return kv_events.BlocksRemoved(tuple(change.hashes), "GPU")
-    return kv_events.BlocksStored(tuple(change.hashes), change.parent, tuple(tokens_of(change.text)), block_size)
+        return kv_event_decoder.BlocksRemoved(tuple(change.hashes), "GPU")
+    return kv_event_decoder.BlocksStored(tuple(change.hashes), change.parent, tuple(tokens_of(change.text)), block_size)
 
 
 class Simulation:
@@ -240,7 +240,7 @@ class Simulation:
     def __init__(
         self,
         snapshot: Snapshot,
-        engines: Mapping[str, EngineKind],
+        engines: Mapping[str, EngineProfile],
         *,
         seed: int = 0,
         make_picker: MakePicker = make_picker_without_files,
@@ -288,9 +288,9 @@ class Simulation:
         def taken(result: AdapterLoadResult, now: float) -> None:
             self._perform(self.core.on_work_result(result, now), now)
 
-        self.adapters = VirtualAdapterLoads(self.engines, self._events, delays.load_s, taken)
+        self.adapters = VirtualAdapterLoader(self.engines, self._events, delays.load_s, taken)
 
-    def _engine(self, address: str, kind: EngineKind, token_observer: TokenObserver | None) -> VirtualEngine:
+    def _engine(self, address: str, kind: EngineProfile, token_observer: TokenObserver | None) -> VirtualEngine:
         on_blocks = None
         if self._has_events:
             size = kind.limits.block_size
@@ -320,7 +320,7 @@ class Simulation:
         """Plan ``act`` for the instant ``at_s``. What plans itself again must end, or the run never does."""
         self._events.schedule_at(at_s, act)
 
-    def add_engine(self, address: str, kind: EngineKind) -> None:
+    def add_engine(self, address: str, kind: EngineProfile) -> None:
         """An engine is there from now on. It gets requests once a snapshot has it (``apply_snapshot``)."""
         self.engines[address] = self._engine(address, kind, self._token_observer)
 
@@ -352,7 +352,7 @@ class Simulation:
         def turn(index: int, now: float) -> None:
             one = session.turns[index]
             if not index or one.is_whole:
-                messages[:] = session.opening()
+                messages[:] = session.opening_messages()
             messages.append({"role": "user", "content": one.text})
             answer = answer_text(self._rng, one.output_tokens)
 
@@ -401,7 +401,7 @@ class Simulation:
             return
         own: RequestEffect | None
         own, effects = self.core.arrive(arrival, now)
-        while isinstance(own, AskTokens | AskLimits | AskGuard):
+        while isinstance(own, AskPromptTokens | AskLimits | AskGuard):
             self._perform(effects, now)
             own, effects = self.core.resume(own.ticket, self._answer_to(own, prompt, now), now)
         match own:
@@ -415,9 +415,9 @@ class Simulation:
                     self._token_observer.on_held(session.label, own.ticket, now)
         self._perform(effects, now)
 
-    def _answer_to(self, ask: AskLimits | AskGuard | AskTokens, prompt: bytes, now: float) -> Answer:
+    def _answer_to(self, ask: AskLimits | AskGuard | AskPromptTokens, prompt: bytes, now: float) -> Answer:
         match ask:
-            case AskTokens():
+            case AskPromptTokens():
                 return tokens_of(prompt)
             case AskGuard():
                 return ALLOWED

@@ -18,7 +18,7 @@ import msgspec
 
 from bench.workload.sessions import Session, SessionTurn, TextPiece, Workload, single_piece
 from bench.workload.traces import Excerpt, TraceInvalid, read_trace
-from extproc.wire_protocol import TENANT
+from extproc.wire_names import TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -81,7 +81,7 @@ class Session(msgspec.Struct, frozen=True):
     label: str = ""
     adapter: str = ""
 
-    def opening(self) -> list[dict[str, str]]:
+    def opening_messages(self) -> list[dict[str, str]]:
         """The messages with which the conversation begins: the system prompt, if there is one."""
         return [{"role": "system", "content": join_pieces(self.system)}] if self.system else []
 

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TextIO, TypeVar
 import msgspec
 
 from bench.workload.sessions import Session, SessionTurn, TextPiece, Workload, single_piece
-from extproc.wire_protocol import TENANT
+from extproc.wire_names import TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 import msgspec
 from cronsim import CronSim, CronSimError
 
-from controller.api.common import Positive, Replicas, Share
-from extproc.api.calendars import parse_time_zone
+from controller.api.shared_types import Positive, Replicas, Share
+from extproc.api.calendar_windows import parse_time_zone
 from extproc.api.quantities import Duration
 from extproc.api.spec import CelRule, Name, NonEmpty, Spec
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from controller.api.common import ObjectReference, Positive, Replicas, Share, TargetName
+from controller.api.shared_types import ObjectReference, Positive, Replicas, Share, TargetName
 from controller.api.statuses import AutoscalingPolicyBindingStatus
 from extproc.api.quantities import Duration
 from extproc.api.spec import CelRule, Metadata, Name, NonEmpty, Spec, list_map_keys

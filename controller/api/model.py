@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from controller.api.common import LayeredSpec, Positive, Replicas, ShortName
 from controller.api.model_infer import RolloutStrategy
 from controller.api.serving_runtime import Connector, Engine, EngineConfig
-from controller.api.statuses import ModelStatus, Status
-from controller.api.transformer_explainer import Step, Transformer
+from controller.api.shared_types import LayeredSpec, Positive, Replicas, ShortName
+from controller.api.statuses import CommonStatus, ModelStatus
+from controller.api.transformers_and_explainers import Step, Transformer
 from extproc.api.model_server import NO_ENCODE_STAGE, ServingProtocol
 from extproc.api.quantities import ByteSize, Duration
 from extproc.api.spec import CelRule, Metadata, Name, NonEmpty, ParentReference, list_map_keys
@@ -216,7 +216,7 @@ class WeightsCache(LayeredSpec, frozen=True):
     host_path: _AbsolutePath | None = None
 
 
-class ModelFields(LayeredSpec, frozen=True):
+class CommonModelFields(LayeredSpec, frozen=True):
     """What a Model and a ModelTemplate have in common."""
 
     # The model name in requests; by default the object's name.
@@ -265,7 +265,7 @@ class ModelFields(LayeredSpec, frozen=True):
         return (*self.adapters, *self.models)
 
 
-class ModelSpec(ModelFields, frozen=True, kw_only=True):
+class ModelSpec(CommonModelFields, frozen=True, kw_only=True):
     """A model to serve; everything but ``uri``, or ``models``, may be left out.
 
     ``uri``: the weights. ``base_refs``: ModelTemplates that supply the fields left out here; a later one overrides an
@@ -289,13 +289,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     status: ModelStatus = ModelStatus()
 
 
-class ModelTemplateSpec(ModelFields, frozen=True):
+class ModelTemplateSpec(CommonModelFields, frozen=True):
     """Fields of Models; a Model that names this template in ``baseRefs`` has them. ``uri``: the weights."""
 
     uri: ModelUri | None = None
 
 
-class ModelTemplateStatus(Status, frozen=True):
+class ModelTemplateStatus(CommonStatus, frozen=True):
     """A template has no status of its own. ``conditions``: none."""
 
 

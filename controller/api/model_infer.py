@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 import msgspec
 
-from controller.api.common import IntOrPercent, PodTemplate, Replicas, ShortName
 from controller.api.pod_spec_checks import pod_spec_type_errors
+from controller.api.shared_types import IntOrPercent, PodTemplate, Replicas, ShortName
 from controller.api.statuses import ModelInferRoleStatus, ModelInferStatus
 from extproc.api.quantities import Duration
 from extproc.api.spec import CelRule, Metadata, NonEmpty, Spec, list_map_keys

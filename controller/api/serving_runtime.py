@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
-from controller.api.common import EnvVar, LayeredSpec, ObjectMetadata, Words
-from controller.api.statuses import Status
+from controller.api.shared_types import EnvVar, LayeredSpec, ObjectMetadata, Words
+from controller.api.statuses import CommonStatus
 from extproc.api import spec as patterns
 from extproc.api.model_server import EndpointProtocol
 from extproc.api.quantities import ByteSize, Duration
 from extproc.api.spec import CelRule, Metadata, Name, NonEmpty, Port, Spec, list_map_keys
-from extproc.wire_protocol import GRPC_PROTOCOLS
+from extproc.wire_names import GRPC_PROTOCOLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -198,7 +198,7 @@ class ServingRuntimeSpec(Spec, frozen=True):
         return next((one for one in self.protocols if one in GRPC_PROTOCOLS), usual)
 
 
-class ServingRuntimeStatus(Status, frozen=True):
+class ServingRuntimeStatus(CommonStatus, frozen=True):
     """A runtime has no status of its own; the status of Models names the runtime used. ``conditions``: none."""
 
 
@@ -210,7 +210,7 @@ class ServingRuntime(msgspec.Struct, frozen=True, kw_only=True):
     status: ServingRuntimeStatus = ServingRuntimeStatus()
 
 
-class ClusterMetadata(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterScopedMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Kubernetes object metadata of what has no namespace."""
 
     name: Name
@@ -219,6 +219,6 @@ class ClusterMetadata(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterServingRuntime(msgspec.Struct, frozen=True, kw_only=True):
     """A ClusterServingRuntime object: a preset for all namespaces."""
 
-    metadata: ClusterMetadata
+    metadata: ClusterScopedMetadata
     spec: ServingRuntimeSpec
     status: ServingRuntimeStatus = ServingRuntimeStatus()

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from controller.api.common import Conditions
+from controller.api.shared_types import Conditions
 from extproc.api.spec import NonEmpty, ParentReference, Spec, list_map_keys
 
 
-class Status(Spec, frozen=True):
+class CommonStatus(Spec, frozen=True):
     """Fields of every status. ``conditions``: aspects of the object's state."""
 
     # The generation of the object that this status is about.
@@ -30,7 +30,7 @@ class ParentStatus(Spec, frozen=True):
     conditions: Conditions = ()
 
 
-class ModelRouteStatus(Status, frozen=True):
+class ModelRouteStatus(CommonStatus, frozen=True):
     """``conditions``: Accepted (no other route has its names), ResolvedRefs (its ModelServers exist), Programmed (it is
     in the served configuration). ``parents``: the same by gateway, where ``parentRefs`` name any.
     """
@@ -38,7 +38,7 @@ class ModelRouteStatus(Status, frozen=True):
     parents: Annotated[tuple[ParentStatus, ...], msgspec.Meta(max_length=32)] = ()
 
 
-class ModelServerStatus(Status, frozen=True):
+class ModelServerStatus(CommonStatus, frozen=True):
     """``endpoints``: engines that requests may be sent to. ``ready``: those that get new requests. ``draining``: those
     that finish running requests; they get new ones only while no endpoint is ready. ``conditions``: Accepted,
     ResolvedRefs, Programmed, Available.
@@ -49,7 +49,7 @@ class ModelServerStatus(Status, frozen=True):
     draining: int | None = None
 
 
-class GatewayConfigStatus(Status, frozen=True):
+class GatewayConfigStatus(CommonStatus, frozen=True):
     """``failure_mode``: Envoy's behaviour while extproc is unavailable: ``failureMode`` of the spec, or the default
     that the rest implies. ``conditions``: Accepted, ResolvedRefs, Programmed.
     """
@@ -80,7 +80,7 @@ class Recovery(Spec, frozen=True):
     reason: str | None = None
 
 
-class ModelInferStatus(Status, frozen=True):
+class ModelInferStatus(CommonStatus, frozen=True):
     """``replicas``: existing groups. ``ready_replicas``: groups that serve in all roles. ``updated_replicas``:
     groups of ``updateRevision``. ``current_revision``: the revision of all groups before the rollout.
     ``update_revision``: the desired revision. ``label_selector``: selects one pod of each group, for autoscalers.
@@ -103,7 +103,7 @@ class ModelInferStatus(Status, frozen=True):
     ] = ()
 
 
-class ModelInferRoleStatus(Status, frozen=True):
+class ModelInferRoleStatus(CommonStatus, frozen=True):
     """``replicas``: of the role, in a group. ``ready_replicas``: replicas that serve, in the group with the fewest.
     ``label_selector``: the role's entry pods, for autoscalers. ``conditions``: none so far.
     """
@@ -165,7 +165,7 @@ class HostedModelStatus(Spec, frozen=True):
     message: str = ""
 
 
-class ModelStatus(Status, frozen=True):
+class ModelStatus(CommonStatus, frozen=True):
     """``url``: where the model is served. ``replicas`` and ``ready_replicas``: of all backends. ``phase``: of the
     model. ``transition_status``: whether the observed state matches the spec. ``phase_since``: when the phase began.
     ``phase_times``: time spent in each phase, without the current stay. ``failure``: why it is not loaded.
@@ -203,13 +203,13 @@ class TargetStatus(Spec, frozen=True):
     reason: str | None = None
 
 
-class AutoscalingPolicyStatus(Status, frozen=True):
+class AutoscalingPolicyStatus(CommonStatus, frozen=True):
     """``bindings``: how many use it. ``conditions``: Accepted."""
 
     bindings: int | None = None
 
 
-class AutoscalingPolicyBindingStatus(Status, frozen=True):
+class AutoscalingPolicyBindingStatus(CommonStatus, frozen=True):
     """``targets``: their observed and desired replicas. ``last_scaled_at``: when replicas were last written.
     ``last_decision``: the change written then, and its reason. ``conditions``: TargetsResolved, MetricsAvailable,
     ScalingActive, ScalingLimited, CapacityBlocked.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.bundle.envoy_admin import EnvoyState
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 # Envoy reads a file within milliseconds, and warms new clusters for a second or two.
@@ -170,7 +170,7 @@ class AcknowledgementPoller:
         return self._has_acknowledged
 
     @property
-    def addresses(self) -> tuple[str, ...]:
+    def admin_addresses(self) -> tuple[str, ...]:
         """Where Envoy's admin interface may be; empty until a bundle is written."""
         return self._addresses
 

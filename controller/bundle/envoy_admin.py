@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from extproc.api.addresses import parse_endpoint
-from extproc.wire_protocol import BACKEND_CLUSTER, SERVER_CLUSTER
+from extproc.wire_names import BACKEND_CLUSTER, SERVER_CLUSTER
 
 # Timeout of the admin interface: while Envoy reads a bundle of thousands of routes, it does not answer for seconds.
 _BUSY_S: Final = 5.0

@@ -65,7 +65,7 @@ def _why_not_ready(sync: BundleSync) -> str:
     """
     if sync.acknowledgements is None:
         return "nobody asks Envoy, because of --admin off"
-    whys = [why_not_ready(one) for one in sync.acknowledgements.addresses]
+    whys = [why_not_ready(one) for one in sync.acknowledgements.admin_addresses]
     return "" if "" in whys else next(iter(whys), "no bundle is written yet")
 
 

@@ -38,7 +38,7 @@ from controller.bundle.envoy.secrets import (
 from extproc.api.authentication import jwks_has_usable_key
 from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.engine_connection import EngineConnection
-from extproc.api.untrusted_files import open_regular
+from extproc.api.untrusted_files import open_regular_file
 from extproc.file_reloading import Reloadable, error_text
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
     from controller.bundle.envoy.secrets import SecretSource
     from extproc.api.authentication import ApiKey, Authentication, JwtIssuer
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.gateway_config import GatewayConfigSpec
     from extproc.api.model_server import ModelServer
-    from extproc.api.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 _MAX_BYTES: Final = 4 * 1024 * 1024
@@ -227,7 +227,7 @@ def _title(source: SecretSource) -> str:
 
 def _read_file(name: str, most_bytes: int) -> tuple[bytes, int]:
     """Content and mode. Raises OSError."""
-    with open_regular(name) as opened:
+    with open_regular_file(name) as opened:
         return opened.read(most_bytes), os.fstat(opened.fileno()).st_mode
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from controller.bundle.envoy.secrets import SecretSource
     from extproc.api.config_errors import Mistake
     from extproc.api.config_loader import ConfigSource
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

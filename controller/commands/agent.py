@@ -256,7 +256,7 @@ def main(words: list[str], prog: str) -> int:
 async def _run(settings: AgentSettings, host: str, port: int) -> None:
     # the server takes a third of a second to import: not for --help, nor for 'drain'
     from controller.agents.runtime.adapter_files import DownloaderProcess  # noqa: PLC0415
-    from controller.agents.runtime.agent import Agent  # noqa: PLC0415
+    from controller.agents.runtime.agent import EngineAgent  # noqa: PLC0415
     from controller.agents.runtime.batcher import serve_batcher  # noqa: PLC0415
     from controller.agents.runtime.engine_client import EngineClient  # noqa: PLC0415
     from controller.agents.runtime.server import AgentServer, serve_agent  # noqa: PLC0415
@@ -268,7 +268,7 @@ async def _run(settings: AgentSettings, host: str, port: int) -> None:
     downloads = DownloaderProcess(adapters.cache, timeout_s=adapters.download_timeout_s, command=adapters.downloader)
     async with EngineClient(settings.engine, settings.dialect, settings.engine_key_file) as engine:
         unix_clock = time.time  # noqa: TID251 - the edge
-        agent = Agent(settings, engine, downloads, clock=loop.time, unix_clock=unix_clock)
+        agent = EngineAgent(settings, engine, downloads, clock=loop.time, unix_clock=unix_clock)
         async with contextlib.AsyncExitStack() as servers:
             await servers.enter_async_context(serve_agent(AgentServer(agent, loop.time), host, port))
             if settings.batcher is not None:

@@ -108,7 +108,7 @@ def _polling(
 
 def _watch(sync: BundleSync, drain: Path | None, metrics: tuple[str, int] | None, registry: CollectorRegistry) -> None:
     """Until SIGTERM or SIGINT. ``drain``: the file that has Envoy drained."""
-    from controller.bundle.drain import drain_on_demand  # noqa: PLC0415
+    from controller.bundle.envoy_drain import drain_on_demand  # noqa: PLC0415
     from controller.bundle.metrics import serve_metrics  # noqa: PLC0415
 
     stop = threading.Event()
@@ -118,7 +118,7 @@ def _watch(sync: BundleSync, drain: Path | None, metrics: tuple[str, int] | None
     if metrics is not None:
         serve_metrics(sync, metrics, registry)
     if drain is not None and (envoy := sync.acknowledgements) is not None:
-        threading.Thread(target=drain_on_demand, args=(drain, lambda: envoy.addresses, stop), daemon=True).start()
+        threading.Thread(target=drain_on_demand, args=(drain, lambda: envoy.admin_addresses, stop), daemon=True).start()
     sync.run(stop, lambda: notify(READY, os.environ))
 
 

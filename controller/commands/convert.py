@@ -120,7 +120,7 @@ def _objects(files: list[str]) -> Iterator[Object]:
         for document in split_documents(file, _text(file)):
             value, findings = parse_document(document)
             if findings:
-                raise ConfigInvalid(document.mistakes(findings))
+                raise ConfigInvalid(document.locate_mistakes(findings))
             if value is None:
                 continue
             items = (
@@ -128,7 +128,9 @@ def _objects(files: list[str]) -> Iterator[Object]:
             )
             for item in items if isinstance(items, list) else []:
                 if not isinstance(item, dict) or not item.get("kind") or not item.get("apiVersion"):
-                    raise ConfigInvalid(document.mistakes([((), "is no object; write apiVersion, kind and metadata")]))
+                    raise ConfigInvalid(
+                        document.locate_mistakes([((), "is no object; write apiVersion, kind and metadata")])
+                    )
                 yield item
 
 

@@ -173,7 +173,7 @@ def _job(options: argparse.Namespace) -> DownloadJob:
     from controller.agents.downloader.core import uri  # noqa: PLC0415
     from controller.agents.downloader.core.fetch_plan import FileSelection, RetryPolicy  # noqa: PLC0415
     from controller.agents.downloader.download import CacheFillSettings, DownloadJob  # noqa: PLC0415
-    from controller.agents.downloader.fetch import FetchSizes  # noqa: PLC0415
+    from controller.agents.downloader.fetch import FetchSettings  # noqa: PLC0415
     from controller.agents.downloader.transfer import Timeouts  # noqa: PLC0415
 
     wanted = FileSelection(
@@ -185,7 +185,7 @@ def _job(options: argparse.Namespace) -> DownloadJob:
         unpack=options.unpack,
     )
     rules = CacheFillSettings(
-        sizes=FetchSizes(parallel=options.parallel, part=options.part_size),
+        sizes=FetchSettings(parallel=options.parallel, part=options.part_size),
         retry=RetryPolicy(attempts=options.attempts),
         limits=ArchiveLimits(size=options.max_unpacked),
         keep_free=options.keep_free,
@@ -274,11 +274,11 @@ async def _report_to_pod(stack: contextlib.AsyncExitStack, found: list[ProgressL
     from controller.agents.downloader.progress import PodConditionWriter  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.cluster_access import find_access  # noqa: PLC0415
-    from controller.kube.errors import AccessInvalid  # noqa: PLC0415
+    from controller.kube.errors import ClusterAccessInvalid  # noqa: PLC0415
 
     try:
         access = find_access()
-    except AccessInvalid as error:
+    except ClusterAccessInvalid as error:
         logging.getLogger("attache.download").warning("the pod's condition is not written: %s", error)
         return
     client = await stack.enter_async_context(connect(access, manager="attache-download", timeout_s=5.0))

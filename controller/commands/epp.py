@@ -20,21 +20,21 @@ from urllib.parse import quote
 
 import msgspec
 
-from controller.commands.epp_flags import FLAGS, EppFlags, FlagInvalid, is_true, read_flags, tls_options
+from controller.commands.llm_d_picker_flags import FLAGS, EppFlags, FlagInvalid, is_true, read_flags, tls_options
 from controller.gateway.compile.file_discovery import DiscoveryInvalid, parse_file_discovery, pool_name
 from controller.gateway.compile.inference_pools import KIND, SETTINGS, parse_pool_settings
 from extproc.api.addresses import join_host_port
 from extproc.api.config_errors import ConfigInvalid
-from extproc.api.decode import read_picker_file
+from extproc.api.document_decoder import read_picker_file
 from extproc.api.quantities import Duration
 from extproc.api.spec import ADVICE, HTTP_PATH, NAME, NAMESPACE
 from extproc.api.tracing import parse_otlp
-from extproc.api.untrusted_files import open_regular
+from extproc.api.untrusted_files import open_regular_file
 from extproc.engines.dialects import TRITON_BACKEND, engine_with_metric
 from extproc.logs import add_log_options, log_arguments, start_logging
 
 if TYPE_CHECKING:
-    from controller.gateway.compile.file_discovery import FileDiscovery
+    from controller.gateway.compile.file_discovery import FileDiscoverySettings
     from controller.gateway.metrics import GatewayMetrics
     from controller.kube.cluster_access import ClusterAccess
     from extproc.api.picker_config import EndpointPickerConfig, PickerCheck
@@ -433,7 +433,7 @@ def _config(given: EppFlags) -> tuple[str, EndpointPickerConfig | None]:
         return "\n".join(map(str, error.mistakes)), None
 
 
-def _discovery(given: EppFlags, config: EndpointPickerConfig) -> FileDiscovery | None:
+def _discovery(given: EppFlags, config: EndpointPickerConfig) -> FileDiscoverySettings | None:
     """How endpoints are found without a cluster, None if the file does not say so. Raises FlagInvalid."""
     try:
         return parse_file_discovery(config)
@@ -466,7 +466,7 @@ def _redis(config: EndpointPickerConfig | None) -> str:
 
 
 def _content(file: str) -> str:
-    with open_regular(file) as opened:
+    with open_regular_file(file) as opened:
         return opened.read(_MOST_SECRET_BYTES).decode()
 
 
@@ -484,11 +484,11 @@ def _access(planned: EppPlan, problem: str) -> ClusterAccess:
     """
     # the client takes a third of a second to import: not for --help
     from controller.kube.cluster_access import access_from_kubeconfig, find_access  # noqa: PLC0415
-    from controller.kube.errors import AccessInvalid  # noqa: PLC0415
+    from controller.kube.errors import ClusterAccessInvalid  # noqa: PLC0415
 
     try:
         return access_from_kubeconfig(Path(planned.kubeconfig)) if planned.kubeconfig else find_access()
-    except AccessInvalid as error:
+    except ClusterAccessInvalid as error:
         advice = "; or name a file of endpoints in the EndpointPickerConfig (dataLayer.discovery with file-discovery)"
         raise FlagInvalid(f"{error}{advice}" + (f"\n{problem}" if problem else "")) from None
 

@@ -171,12 +171,12 @@ def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
         made.error(mistake)
     # the client takes a third of a second to import: not for --help
     from controller.kube.cluster_access import find_access  # noqa: PLC0415
-    from controller.kube.errors import AccessInvalid  # noqa: PLC0415
+    from controller.kube.errors import ClusterAccessInvalid  # noqa: PLC0415
 
     start_logging(options)
     try:
         access = find_access()
-    except AccessInvalid as error:
+    except ClusterAccessInvalid as error:
         print(error, file=sys.stderr)
         return 2
     try:

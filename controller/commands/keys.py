@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.keys.changes import KeyRefused, find_key, key_for_display, parse_key_request, parse_key_update
-from controller.keys.server import KeysApi, parse_duration
-from controller.keys.store import AUDIT_FILE, KeyAdmin, KeyStoreFile
+from controller.keys.api_key_changes import KeyRefused, find_key, key_for_display, parse_key_request, parse_key_update
+from controller.keys.api_key_server import KeysApi, parse_duration
+from controller.keys.api_key_store import AUDIT_FILE, KeyAdmin, KeyStoreFile
 from extproc.api.addresses import parse_address
 from extproc.api.key_store import KEYS_FILE
 from extproc.api.untrusted_files import read_token
@@ -30,7 +30,7 @@ from extproc.sd_notify import READY, notify
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.keys.store import GeneratedKey, KeyStorage
+    from controller.keys.api_key_store import GeneratedKey, KeyStorage
 
 log = logging.getLogger(__name__)
 _USAGE: Final = 2
@@ -162,13 +162,13 @@ def _place(options: argparse.Namespace) -> KeyStorage:
     # only in a cluster: they take half a second to load
     from controller.keys.kubernetes_secret_store import KeyStoreSecret  # noqa: PLC0415
     from controller.kube.cluster_access import find_access  # noqa: PLC0415
-    from controller.kube.errors import AccessInvalid  # noqa: PLC0415
+    from controller.kube.errors import ClusterAccessInvalid  # noqa: PLC0415
 
     # each change is a line of the log
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return KeyStoreSecret(find_access(), options.secret)
-    except AccessInvalid as error:
+    except ClusterAccessInvalid as error:
         raise KeyRefused(str(error), 500) from None
 
 

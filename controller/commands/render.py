@@ -21,10 +21,10 @@ from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.gateway_api.object_cache import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.model_servers import LABEL
-from controller.gateway.compile.referenced_secrets import ReferencedKey
+from controller.gateway.compile.referenced_secrets import ReferencedObjectKey
 from controller.gateway.compile.source_objects import SOURCE_KINDS
+from controller.kube.api_resources import Object, key_of
 from controller.kube.conditions import WantedCondition, WantedStatus
-from controller.kube.resources import Object, key_of
 from controller.models.model.children import child_objects
 from controller.models.model.model_state import ModelSettings, ModelState, Unresolved, resolve_model
 from controller.models.runtimes.engine_settings import engine_settings
@@ -72,7 +72,7 @@ class RenderResult(msgspec.Struct, frozen=True):
     refused: str
     unused: Sequence[str]
     foreign: Sequence[str]
-    missing: Sequence[ReferencedKey]
+    missing: Sequence[ReferencedObjectKey]
 
     @property
     def is_good(self) -> bool:
@@ -123,9 +123,9 @@ def render(
 
 def _with_pointed(
     compiler: Compiler, given: Mapping[tuple[str, str], Object]
-) -> tuple[CompileResult, set[ReferencedKey]]:
+) -> tuple[CompileResult, set[ReferencedObjectKey]]:
     """Compile with those Secrets and ConfigMaps that something points to, which may point on; all that were."""
-    followed: set[ReferencedKey] = set()
+    followed: set[ReferencedObjectKey] = set()
     while True:
         outcome = compiler.compile()
         fresh = set(outcome.pointers) - followed
@@ -141,13 +141,13 @@ def objects_in(file: str, text: str, namespace: str) -> Iterator[Object]:
     for document in split_documents(file, text):
         value, findings = parse_document(document)
         if findings:
-            raise ConfigInvalid(document.mistakes(findings))
+            raise ConfigInvalid(document.locate_mistakes(findings))
         items = value.get("items") if isinstance(value, dict) and str(value.get("kind")).endswith("List") else [value]
         for item in items if isinstance(items, list) else []:
             if item is None:
                 continue
             if problem := _problem(item):
-                raise ConfigInvalid(document.mistakes([((), problem)]))
+                raise ConfigInvalid(document.locate_mistakes([((), problem)]))
             scope = {} if item["kind"] in _CLUSTER_SCOPED else {"namespace": namespace}
             yield {**item, "metadata": {**scope, **(item.get("metadata") or {})}}
 
@@ -400,24 +400,24 @@ def _of_files(options: argparse.Namespace) -> Iterator[Object]:
 def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> RenderResult:
     """Of what the gateway role would follow; raises _NoCluster."""
     from controller.kube.cluster_access import find_access  # noqa: PLC0415
-    from controller.kube.errors import AccessInvalid, ClusterError  # noqa: PLC0415
+    from controller.kube.errors import ClusterAccessInvalid, ClusterError  # noqa: PLC0415
 
     try:
         return asyncio.run(_rendered(options, find_access(), check_picker))
-    except (AccessInvalid, ClusterError) as error:
+    except (ClusterAccessInvalid, ClusterError) as error:
         raise _NoCluster(str(error)) from None
     except TimeoutError:
         raise _NoCluster(f"the API server does not list our kinds within {_PATIENCE_S:g} s") from None
 
 
 async def _rendered(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> RenderResult:
+    from controller.kube.api_resources import CONFIG_MAPS, CRDS, SECRETS, split_key  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
-    from controller.kube.resources import CONFIG_MAPS, CRDS, SECRETS, split_key  # noqa: PLC0415
 
     resources = {one.kind: one for one in (CONFIG_MAPS, CRDS, SECRETS)}
     async with connect(access, manager="attache-render") as client:
         objects = await _listed(client, options.namespace)
-        asked: set[ReferencedKey] = set()
+        asked: set[ReferencedObjectKey] = set()
         while True:
             rendered = render(objects, options.gateway_config, check_picker, networks=_networks(options))
             fresh = set(rendered.missing) - asked

@@ -21,7 +21,6 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from controller.bundle.envoy_admin import reopen_logs
-from controller.usage.drift import CHANGED, SHIFTED, ComparedPeriods, drift_table, find_drift
 from controller.usage.ingest import Ingest
 from controller.usage.json_lines_store import JsonLinesStore
 from controller.usage.log_follower import ExtprocLogReader, LogFollower, LogPosition, LogRotation
@@ -29,8 +28,9 @@ from controller.usage.queries import GROUPS, BadQuery, checked_zone, parse_insta
 from controller.usage.reports import align_columns, as_csv, as_json, as_table
 from controller.usage.rollups import DAY_S
 from controller.usage.rows import BadLine, parse_usage_line
-from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_pages
+from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_monitoring_pages
 from controller.usage.store import SqlStore, StoreError, StoreUnavailable, first_error_line, open_engine
+from controller.usage.traffic_drift import CHANGED, SHIFTED, ComparedPeriods, drift_table, find_drift
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.quantities import ByteSize, Duration
 from extproc.api.usage_log import LEFT_SUFFIX
@@ -304,7 +304,7 @@ def _serve(options: argparse.Namespace) -> int:
     apps = {
         "listen": callers.app(),
         "admin": UsageReportsApi(database, counts=ingest.counts, is_admin_port=True).app(),
-        "metrics": ingest_pages(ingest.counts, _WALL),
+        "metrics": ingest_monitoring_pages(ingest.counts, _WALL),
     }
     for name, address in listens.items():
         if address is not None:

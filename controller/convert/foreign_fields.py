@@ -86,7 +86,7 @@ class FieldReader:
             raise ConversionFailed(f"{self.where}.{name}: not a list")
         return [self._follow(FieldReader(one, f"{self.where}.{name}[{index}]")) for index, one in enumerate(found)]
 
-    def pop_by_name(self, name: str) -> dict[str, FieldReader]:
+    def pop_object_mapping(self, name: str) -> dict[str, FieldReader]:
         """The objects of a mapping."""
         found = self.pop(name, {})
         if not isinstance(found, Mapping):

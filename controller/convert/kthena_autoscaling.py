@@ -99,7 +99,7 @@ def _whole(stable: FieldReader, name: str, otherwise: str, longest_s: int, warni
     return found_s
 
 
-class MetricBlock(msgspec.Struct, frozen=True):
+class ConvertedMetricSource(msgspec.Struct, frozen=True):
     """``name``: of the metric in the policy; empty: of all that have no other. ``block``: what ours has for it.
     ``series``: how the engine calls it, if otherwise.
     """
@@ -109,15 +109,15 @@ class MetricBlock(msgspec.Struct, frozen=True):
     series: str = ""
 
 
-class ReplicaMetrics(msgspec.Struct, frozen=True):
+class ReplicaMetricTargets(msgspec.Struct, frozen=True):
     """``values``: by name, what one replica should have."""
 
     values: Mapping[str, float]
 
     @staticmethod
-    def read(metrics: Sequence[FieldReader]) -> ReplicaMetrics:
+    def read(metrics: Sequence[FieldReader]) -> ReplicaMetricTargets:
         """Raises Invalid. The first versions called the name ``metricName``."""
-        return ReplicaMetrics(
+        return ReplicaMetricTargets(
             {
                 one.pop_required("metricName" if "metricName" in one else "name"): parse_quantity(
                     one.pop("targetValue"), f"{one.where}.targetValue"
@@ -126,7 +126,9 @@ class ReplicaMetrics(msgspec.Struct, frozen=True):
             }
         )
 
-    def policy_metrics(self, sources: Sequence[MetricBlock], where: str, warnings: list[str]) -> list[dict[str, Any]]:
+    def policy_metrics(
+        self, sources: Sequence[ConvertedMetricSource], where: str, warnings: list[str]
+    ) -> list[dict[str, Any]]:
         """The metrics of a policy of ours."""
         by_name = {one.name: one for one in sources}
         found = []
@@ -137,7 +139,7 @@ class ReplicaMetrics(msgspec.Struct, frozen=True):
                     f"port {_PORT} and {_PATH} of the engines are written, where it was read from if nothing was said"
                 )
                 warnings.append(f"{where}: no source of the metric {name} is named; {text}")
-                source = MetricBlock(name, _engine(_PORT, _PATH))
+                source = ConvertedMetricSource(name, _engine(_PORT, _PATH))
             found.append({"name": source.series or name, "value": value, **source.block})
         return found
 
@@ -148,12 +150,12 @@ def common_metrics(read: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]
     return first if all(one == first for one in others) else None
 
 
-def metric_sources(target: FieldReader, warnings: list[str]) -> list[MetricBlock]:
+def metric_sources(target: FieldReader, warnings: list[str]) -> list[ConvertedMetricSource]:
     """Of ``metricSources``, or of ``metricEndpoint``, as it was earlier; raises Invalid."""
     found = []
     if "metricEndpoint" in target:
-        found.append(MetricBlock("", _of_endpoint(target.pop_fields("metricEndpoint"), warnings)))
-    for name, one in target.pop_by_name("metricSources").items():
+        found.append(ConvertedMetricSource("", _of_endpoint(target.pop_fields("metricEndpoint"), warnings)))
+    for name, one in target.pop_object_mapping("metricSources").items():
         # their earlier form has it twice
         one.pop("type")
         if "prometheus" in one:
@@ -161,11 +163,11 @@ def metric_sources(target: FieldReader, warnings: list[str]) -> list[MetricBlock
             block = {"address": server.pop_required("serverURL").rstrip("/"), "query": server.pop_required("query")}
             if server.pop("auth"):
                 warnings.append(f"{server.where}.auth: name a Secret as secretRef in the policy")
-            found.append(MetricBlock(name, {"source": "Prometheus", "prometheus": block}))
+            found.append(ConvertedMetricSource(name, {"source": "Prometheus", "prometheus": block}))
         else:
             pod = one.pop_fields("pod")
             series = str(pod.pop("name", name))
-            found.append(MetricBlock(name, _of_endpoint(pod, warnings), series))
+            found.append(ConvertedMetricSource(name, _of_endpoint(pod, warnings), series))
     return found
 
 
@@ -183,13 +185,13 @@ def _engine(port: int, path: str) -> dict[str, Any]:
 class ScaledUnit(msgspec.Struct, frozen=True):
     """What is scaled on its own. ``sources``: where its metrics are. ``metrics``: of its own; None: the policy's."""
 
-    sources: Sequence[MetricBlock]
-    metrics: ReplicaMetrics | None = None
+    sources: Sequence[ConvertedMetricSource]
+    metrics: ReplicaMetricTargets | None = None
     is_fixed: bool = False
 
-    def effective_metrics(self, of_policy: ReplicaMetrics) -> ReplicaMetrics:
+    def effective_metrics(self, of_policy: ReplicaMetricTargets) -> ReplicaMetricTargets:
         """Its own if it has any; none if nothing has to be decided."""
-        return ReplicaMetrics({}) if self.is_fixed and self.metrics is None else self.metrics or of_policy
+        return ReplicaMetricTargets({}) if self.is_fixed and self.metrics is None else self.metrics or of_policy
 
 
 class BindingTargets(msgspec.Struct, frozen=True):
@@ -251,7 +253,7 @@ def _roles(block: FieldReader, namespace: str, warnings: list[str]) -> BindingTa
     )
     warnings.append(f"{block.where}: {text}")
     reference = {"kind": "ModelInfer", "name": reference["name"]}
-    roles = block.pop_by_name("roles")
+    roles = block.pop_object_mapping("roles")
     names = dict(zip(roles, unique_target_names(list(roles)), strict=True))
     targets, units = [], []
     for role, one in roles.items():
@@ -260,7 +262,7 @@ def _roles(block: FieldReader, namespace: str, warnings: list[str]) -> BindingTa
         if stage == "Both":
             warnings.append(f"{one.where}: is taken for engines that do both prefill and decode; write stage if not")
         targets.append({"name": names[role], "ref": reference, "role": role, "stage": stage, **bounds})
-        metrics = ReplicaMetrics.read(one.pop_objects("metrics")) if "metrics" in one else None
+        metrics = ReplicaMetricTargets.read(one.pop_objects("metrics")) if "metrics" in one else None
         is_fixed = bounds["minReplicas"] == bounds["maxReplicas"]
         units.append(ScaledUnit(metric_sources(one, warnings), metrics, is_fixed))
     spec: dict[str, Any] = {"targets": targets}
@@ -311,7 +313,7 @@ class _Policy:
         self.warnings = [f"{title}: delete it, or their autoscaler, before ours is applied: else both write replicas"]
         tolerance = self.spec.pop_number("tolerancePercent", 10) / 100
         self._behavior, self._panic = behavior_and_panic(self.spec.pop_fields("behavior"), tolerance, self.warnings)
-        self.metrics = ReplicaMetrics.read(self.spec.pop_objects("metrics"))
+        self.metrics = ReplicaMetricTargets.read(self.spec.pop_objects("metrics"))
         # ours, each with its name
         self._specs: list[tuple[str, dict[str, Any]]] = []
 

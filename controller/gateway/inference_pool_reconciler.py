@@ -25,19 +25,20 @@ from controller.gateway.compile.file_discovery import (
     FilePoolCompiler,
     parse_file_discovery,
 )
+from controller.gateway.compile.inference_pool_compiler import LLM_D_OBJECTIVES as LLM_D
+from controller.gateway.compile.inference_pool_compiler import (
+    LLM_D_REWRITES,
+    OBJECTIVES,
+    REWRITES,
+    InferencePoolCompiler,
+)
 from controller.gateway.compile.inference_pools import KIND
 from controller.gateway.compile.model_servers import LABEL
-from controller.gateway.compile.picker_mode import LLM_D_OBJECTIVES as LLM_D
-from controller.gateway.compile.picker_mode import LLM_D_REWRITES, OBJECTIVES, REWRITES, InferencePoolCompiler
 from controller.gateway.compile.pods import trimmed_engine_pod
 from controller.gateway.directory_writer import DirectoryWriter
 from controller.gateway.informers import GatewayInformers
 from controller.gateway.metrics import PickerMetrics
-from controller.kube.controller import Controller, ControllerSettings, ReconcileResult
-from controller.kube.errors import ClusterError
-from controller.kube.event_recorder import make_event
-from controller.kube.informer import Informer, InformerTiming
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     ALPHA_INFERENCE_POOLS,
     CONFIG_MAPS,
     EVENTS,
@@ -49,21 +50,25 @@ from controller.kube.resources import (
     PODS,
     split_key,
 )
+from controller.kube.controller import Controller, ControllerSettings, ReconcileResult
+from controller.kube.errors import ClusterError
+from controller.kube.event_recorder import make_event
+from controller.kube.informer import Informer, InformerTiming
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import MAX_YAML_BYTES
-from extproc.api.decode import read_picker_file
+from extproc.api.document_decoder import read_picker_file
 from extproc.api.picker_config import accept_any_plugins
-from extproc.api.untrusted_files import open_regular
+from extproc.api.untrusted_files import open_regular_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from controller.gateway.compile.file_discovery import FileDiscovery
-    from controller.gateway.compile.picker_mode import InferencePoolResult, PoolProblem
+    from controller.gateway.compile.file_discovery import FileDiscoverySettings
+    from controller.gateway.compile.inference_pool_compiler import InferencePoolResult, PoolProblem
     from controller.gateway.directory_writer import WrittenFiles
     from controller.gateway.metrics import GatewayMetrics
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object
     from controller.kube.shared_informers import InformerSet
     from extproc.api.picker_config import PickerCheck
 
@@ -272,7 +277,7 @@ class FilePoolRunner:
         self.ready = self._writer.ready
         # read last: the EndpointPickerConfig, where it says that the endpoints are, and these
         self._text: str | None = None
-        self._discovery: FileDiscovery | None = None
+        self._discovery: FileDiscoverySettings | None = None
         self._endpoints: str | None = None
         self._is_fixed = False
 
@@ -309,7 +314,7 @@ class FilePoolRunner:
         except ConfigInvalid:
             # reported of the whole file
             return
-        self._compiler.report_discovery(message)
+        self._compiler.set_discovery_problem(message)
         if found is not None and found != self._discovery:
             self._discovery, self._endpoints, self._is_fixed = found, None, False
 
@@ -360,7 +365,7 @@ def _as_config_map(file: Path) -> Mapping[str, Any] | None:
 def read_bounded_text(file: Path, most_bytes: int = MAX_YAML_BYTES) -> str | None:
     """None if it cannot be read. One byte more than ``most_bytes`` is read, so that who bounds it can tell."""
     try:
-        with open_regular(file) as opened:
+        with open_regular_file(file) as opened:
             return opened.read(most_bytes + 1).decode()
     except (OSError, UnicodeDecodeError):
         return None

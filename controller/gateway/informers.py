@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 from controller.gateway.compile.gateway_api.backends import trim_endpoint_slice
 from controller.gateway.compile.model_servers import LABEL
 from controller.gateway.compile.pods import trimmed_engine_pod
-from controller.kube.kinds import GATEWAY_KINDS
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONFIG_MAPS,
     CRDS,
     ENDPOINT_SLICES,
@@ -28,13 +27,14 @@ from controller.kube.resources import (
     SERVICES,
     split_key,
 )
+from controller.kube.custom_resources import GATEWAY_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from controller.gateway.compile.referenced_secrets import ReferencedKey
+    from controller.gateway.compile.referenced_secrets import ReferencedObjectKey
+    from controller.kube.api_resources import Object
     from controller.kube.informer import Informer
-    from controller.kube.resources import Object
     from controller.kube.shared_informers import InformerSet
 
 # kinds that a cluster may lack, or that our account may not read
@@ -106,9 +106,9 @@ class ReferencedObjectInformers:
     def __init__(self, cache: InformerSet, on_change: Callable[[str, str], None]) -> None:
         self._cache = cache
         self._on_change = on_change
-        self._informers: dict[ReferencedKey, Informer] = {}
+        self._informers: dict[ReferencedObjectKey, Informer] = {}
 
-    async def read(self, references: Collection[ReferencedKey], within_s: float) -> bool:
+    async def read(self, references: Collection[ReferencedObjectKey], within_s: float) -> bool:
         """Read exactly these objects; waits up to ``within_s`` for new ones. Returns whether any was new."""
         for one in self._informers.keys() - set(references):
             self._cache.remove(self._informers.pop(one))
@@ -130,7 +130,7 @@ class ReferencedObjectInformers:
                 return informer.get(key)
         return None
 
-    def _informer(self, reference: ReferencedKey) -> Informer:
+    def _informer(self, reference: ReferencedObjectKey) -> Informer:
         namespace, name = split_key(reference.key)
         informer = self._cache.add(
             _REFERENCED[reference.kind],

@@ -37,9 +37,9 @@ from extproc.api.status_pages import ConfigReport, content_digest
 if TYPE_CHECKING:
     from controller.gateway.compile.compiler import CompileResult
     from controller.gateway.metrics import GatewayMetrics
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
     from controller.kube.leader_election import LeaderElection
-    from controller.kube.resources import Object
     from extproc.api.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class GatewayRunner:
         self._controller = controller
 
     @property
-    def status_writes(self) -> int:
+    def status_write_count(self) -> int:
         """Statuses written so far."""
         return self._statuses.writes
 

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from controller.gateway.compile.programmed_condition import ConfigConsumer
-from controller.kube.conditions import WantedStatus, condition_transitions, merge_status
-from controller.kube.controller import wall_clock_s
-from controller.kube.errors import ClusterError, Conflict, NotFound
-from controller.kube.event_recorder import make_event
-from controller.kube.kinds import GATEWAY_KINDS
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     EVENTS,
     GATEWAY_CLASSES,
     GATEWAYS,
@@ -28,6 +23,11 @@ from controller.kube.resources import (
     split_key,
     timestamp_of,
 )
+from controller.kube.conditions import WantedStatus, condition_transitions, merge_status
+from controller.kube.controller import wall_clock_s
+from controller.kube.custom_resources import GATEWAY_KINDS
+from controller.kube.errors import ClusterError, Conflict, NotFound
+from controller.kube.event_recorder import make_event
 from extproc.api.addresses import parse_address
 from extproc.api.status_pages import REPORT_PATH, ConfigReport
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.keys.changes import KeyRefused
-from controller.keys.store import read_store, to_document
+from controller.keys.api_key_changes import KeyRefused
+from controller.keys.api_key_store import read_store, to_document
+from controller.kube.api_resources import SECRETS, split_key
 from controller.kube.client import connect
 from controller.kube.errors import ClusterError, Conflict
-from controller.kube.resources import SECRETS, split_key
 from extproc.api.key_store import KEYS_FILE, KeyStoreSpec, VirtualKey
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from controller.keys.store import AuditLine, KeyChange
+    from controller.keys.api_key_store import AuditLine, KeyChange
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
     from controller.kube.cluster_access import ClusterAccess
-    from controller.kube.resources import Object
 
 # What the API server takes of a Secret, less its metadata.
 MOST_BYTES: Final = 1_000_000

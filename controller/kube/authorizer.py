@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import msgspec
 from aiohttp import web
 
+from controller.kube.api_resources import ApiResource
 from controller.kube.errors import ClusterError
-from controller.kube.resources import Resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TOKEN_REVIEWS: Final = Resource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
-ACCESS_REVIEWS: Final = Resource(
+TOKEN_REVIEWS: Final = ApiResource("authentication.k8s.io", "v1", "tokenreviews", "TokenReview", namespaced=False)
+ACCESS_REVIEWS: Final = ApiResource(
     "authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", namespaced=False
 )
 # As long as kube-apiserver's own webhook authorizer keeps a refusal.
@@ -110,7 +110,7 @@ class RequestAuthorizer:
         extra = tuple((name, tuple(values)) for name, values in sorted((user.get("extra") or {}).items()))
         return User(user["username"], tuple(user.get("groups") or ()), user.get("uid", ""), extra)
 
-    async def _review(self, resource: Resource, spec: dict[str, Any]) -> dict[str, Any]:
+    async def _review(self, resource: ApiResource, spec: dict[str, Any]) -> dict[str, Any]:
         review = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": {}, "spec": spec}
         status: dict[str, Any] = (await self._client.create(resource, review)).get("status") or {}
         return status

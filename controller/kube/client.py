@@ -15,8 +15,15 @@ import aiohttp
 import msgspec
 
 from controller.audit import VERBS, object_place_from_path
-from controller.kube.errors import ClusterError, Expired, NotFound, Unreachable, error_for, error_in_watch
-from controller.kube.resources import PODS, Object, Resource, split_key
+from controller.kube.api_resources import PODS, ApiResource, Object, split_key
+from controller.kube.errors import (
+    ClusterError,
+    NotFound,
+    ResourceVersionExpired,
+    Unreachable,
+    error_for,
+    error_in_watch,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -123,12 +130,12 @@ class Client:
         )
 
     async def get(
-        self, resource: Resource, name: str, namespace: str | None = None, *, subresource: str | None = None
+        self, resource: ApiResource, name: str, namespace: str | None = None, *, subresource: str | None = None
     ) -> Object:
         """One object, or a part of it such as its scale; raises NotFound."""
         return await self._json("GET", resource.path(namespace, name, subresource))
 
-    async def get_or_none(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
+    async def get_or_none(self, resource: ApiResource, name: str, namespace: str | None = None) -> Object | None:
         """One object, or None if there is none."""
         try:
             return await self.get(resource, name, namespace)
@@ -137,7 +144,7 @@ class Client:
 
     async def list(
         self,
-        resource: Resource,
+        resource: ApiResource,
         namespace: str | None = None,
         *,
         labels: str = "",
@@ -147,12 +154,12 @@ class Client:
         """All objects, of all namespaces without one, read page by page at one version of the data."""
         try:
             return await self._list(resource.path(namespace), _selecting(labels, fields), page)
-        except Expired:  # the first page's version expired before the last page was read
+        except ResourceVersionExpired:  # the first page's version expired before the last page was read
             return await self._list(resource.path(namespace), _selecting(labels, fields), 0)
 
     async def watch(
         self,
-        resource: Resource,
+        resource: ApiResource,
         namespace: str | None = None,
         *,
         since: str,
@@ -177,24 +184,24 @@ class Client:
             async for event in decode_watch_events(answer.content.iter_any()):
                 yield event
 
-    async def create(self, resource: Resource, thing: Object, *, dry_run: bool = False) -> Object:
+    async def create(self, resource: ApiResource, thing: Object, *, dry_run: bool = False) -> Object:
         """A new object; raises AlreadyExists. ``generateName`` works."""
         path = resource.path(thing["metadata"].get("namespace"))
         return await self._json("POST", path, body=thing, query=self._writing(dry_run=dry_run))
 
     async def post(
-        self, resource: Resource, name: str, namespace: str | None, subresource: str, thing: Object
+        self, resource: ApiResource, name: str, namespace: str | None, subresource: str, thing: Object
     ) -> Object:
         """POST to a subresource: ``pods/binding``, ``pods/eviction``, ``serviceaccounts/token``."""
         return await self._json("POST", resource.path(namespace, name, subresource), body=thing, query=self._writing())
 
-    async def replace(self, resource: Resource, thing: Object, *, subresource: str | None = None) -> Object:
+    async def replace(self, resource: ApiResource, thing: Object, *, subresource: str | None = None) -> Object:
         """Write the whole object. With ``metadata.resourceVersion``: only if it is unchanged since, else Conflict."""
         return await self._json("PUT", _path(resource, thing, subresource), body=thing, query=self._writing())
 
     async def merge_patch(
         self,
-        resource: Resource,
+        resource: ApiResource,
         name: str,
         namespace: str | None,
         patch: Mapping[str, Any],
@@ -207,7 +214,7 @@ class Client:
 
     async def apply(
         self,
-        resource: Resource,
+        resource: ApiResource,
         thing: Object,
         *,
         subresource: str | None = None,
@@ -227,7 +234,7 @@ class Client:
 
     async def delete(
         self,
-        resource: Resource,
+        resource: ApiResource,
         name: str,
         namespace: str | None = None,
         *,
@@ -261,7 +268,7 @@ class Client:
         async with self._answer("GET", PODS.path(namespace, name, "log"), query=query) as answer:
             return (await answer.content.read(most_bytes)).decode(errors="replace")
 
-    async def serves(self, resource: Resource) -> bool:
+    async def serves(self, resource: ApiResource) -> bool:
         """Whether the server serves the kind, such as that of a CRD which may not be installed."""
         try:
             served = await self.served_resources(resource.api_version)
@@ -272,7 +279,7 @@ class Client:
     async def served_resources(self, api_version: str) -> tuple[Object, ...]:
         """The kinds and subresources of a version of a group, as discovery lists them; raises NotFound."""
         group, _, version = api_version.rpartition("/")
-        found = await self._json("GET", Resource(group, version, "", "").group_path)
+        found = await self._json("GET", ApiResource(group, version, "", "").group_path)
         return tuple(found.get("resources") or ())
 
     async def is_ready(self, path: str = "/readyz") -> bool:
@@ -404,7 +411,7 @@ async def connect(
         yield Client(access, http, manager=manager, timeout_s=timeout_s, audit=audit, observed=observed)
 
 
-def _path(resource: Resource, thing: Object, subresource: str | None) -> str:
+def _path(resource: ApiResource, thing: Object, subresource: str | None) -> str:
     metadata = thing["metadata"]
     return resource.path(metadata.get("namespace"), metadata["name"], subresource)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import yaml
 
-from controller.kube.errors import AccessInvalid
+from controller.kube.errors import ClusterAccessInvalid
 from extproc.api.addresses import join_host_port
 
 if TYPE_CHECKING:
@@ -44,17 +44,17 @@ class ClusterAccess(msgspec.Struct, frozen=True):
         return f"Access({self.server!r})"  # never a credential in a log
 
     def headers(self) -> dict[str, str]:
-        """The Authorization header; raises AccessInvalid if the token's file cannot be read."""
+        """The Authorization header; raises ClusterAccessInvalid if the token's file cannot be read."""
         token = self.token
         if self.token_file:
             try:
                 token = Path(self.token_file).read_text().strip()
             except OSError as error:
-                raise AccessInvalid(f"cannot read the token: {error}") from error
+                raise ClusterAccessInvalid(f"cannot read the token: {error}") from error
         return {"authorization": f"Bearer {token}"} if token else {}
 
     def tls(self) -> ssl.SSLContext | None:
-        """How to check the server and show our certificate; None for plain HTTP. Raises AccessInvalid."""
+        """How to check the server and show our certificate; None for plain HTTP. Raises ClusterAccessInvalid."""
         if not self.server.startswith("https:"):
             return None
         try:
@@ -65,7 +65,7 @@ class ClusterAccess(msgspec.Struct, frozen=True):
             if self.certificate:
                 _load_pair(context, self.certificate, self.key)
         except (ssl.SSLError, ValueError) as error:
-            raise AccessInvalid(f"the certificates for {self.server} cannot be used: {error}") from error
+            raise ClusterAccessInvalid(f"the certificates for {self.server} cannot be used: {error}") from error
         return context
 
 
@@ -74,7 +74,7 @@ def find_access(environment: Mapping[str, str] = os.environ, account: Path = _AC
 
     Of several files in ``KUBECONFIG`` the first counts; they are not merged.
 
-    Raises AccessInvalid if there is none of them, or the one found cannot be used.
+    Raises ClusterAccessInvalid if there is none of them, or the one found cannot be used.
     """
     given = environment.get("KUBECONFIG", "")
     if given:
@@ -84,20 +84,20 @@ def find_access(environment: Mapping[str, str] = os.environ, account: Path = _AC
     default = Path(environment.get("HOME", "/root")) / ".kube" / "config"
     if default.is_file():
         return access_from_kubeconfig(default)
-    raise AccessInvalid("no cluster: set KUBECONFIG, or run in a pod with a service account")
+    raise ClusterAccessInvalid("no cluster: set KUBECONFIG, or run in a pod with a service account")
 
 
 def in_cluster_access(environment: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> ClusterAccess:
-    """The API server as a pod sees it, with its service account; raises AccessInvalid."""
+    """The API server as a pod sees it, with its service account; raises ClusterAccessInvalid."""
     host = environment.get("KUBERNETES_SERVICE_HOST", "")
     port = environment.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        raise AccessInvalid("not in a pod: KUBERNETES_SERVICE_HOST is not set")
+        raise ClusterAccessInvalid("not in a pod: KUBERNETES_SERVICE_HOST is not set")
     try:
         ca = (account / "ca.crt").read_text()
         namespace = (account / "namespace").read_text().strip()
     except OSError as error:
-        raise AccessInvalid(
+        raise ClusterAccessInvalid(
             f"the pod has no service account mounted (automountServiceAccountToken): {error}"
         ) from error
     address = join_host_port(host, port)
@@ -105,22 +105,22 @@ def in_cluster_access(environment: Mapping[str, str] = os.environ, account: Path
 
 
 def access_from_kubeconfig(path: Path, context: str | None = None) -> ClusterAccess:
-    """The current, or the named, context of a kubeconfig; raises AccessInvalid.
+    """The current, or the named, context of a kubeconfig; raises ClusterAccessInvalid.
 
     Credential plugins (``exec``, ``auth-provider``) are not run: the controller runs under a service account.
     """
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise AccessInvalid(f"cannot read {path}: {error}") from error
+        raise ClusterAccessInvalid(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
-        raise AccessInvalid(f"{path} is no kubeconfig")
+        raise ClusterAccessInvalid(f"{path} is no kubeconfig")
     chosen = _named(content, "context", context or content.get("current-context") or "", path)
     cluster = _named(content, "cluster", chosen.get("cluster", ""), path)
     user = _named(content, "user", chosen["user"], path) if chosen.get("user") else {}
     for plugin in ("exec", "auth-provider"):
         if plugin in user:
-            raise AccessInvalid(
+            raise ClusterAccessInvalid(
                 f"{path}: user {chosen['user']} needs a credential plugin ({plugin}); use a token instead"
             )
     return ClusterAccess(
@@ -141,7 +141,7 @@ def _named(content: Mapping[str, Any], what: str, name: str, path: Path) -> dict
     for entry in content.get(f"{what}s") or ():
         if entry.get("name") == name:
             return dict(entry.get(what) or {})
-    raise AccessInvalid(f"{path} has no {what} {name!r}")
+    raise ClusterAccessInvalid(f"{path} has no {what} {name!r}")
 
 
 def _text(holder: Mapping[str, Any], name: str, path: Path) -> str:
@@ -151,7 +151,7 @@ def _text(holder: Mapping[str, Any], name: str, path: Path) -> str:
             return base64.b64decode("".join(holder[f"{name}-data"].split()), validate=True).decode()
         return (path.parent / holder[name]).read_text() if holder.get(name) else ""
     except (OSError, binascii.Error, UnicodeDecodeError) as error:
-        raise AccessInvalid(f"{path}: cannot read {name}: {error}") from error
+        raise ClusterAccessInvalid(f"{path}: cannot read {name}: {error}") from error
 
 
 def _load_pair(context: ssl.SSLContext, certificate: str, key: str) -> None:

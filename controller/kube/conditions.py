@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
 
 Truth = Literal["True", "False", "Unknown"]
 
@@ -34,7 +34,7 @@ class WantedCondition(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class WantedEntry(msgspec.Struct, frozen=True, kw_only=True):
+class WantedListItem(msgspec.Struct, frozen=True, kw_only=True):
     """An item of a list in a status. ``identity``: the fields that distinguish it from the others. ``fields``: the
     remaining ones.
     """
@@ -44,7 +44,7 @@ class WantedEntry(msgspec.Struct, frozen=True, kw_only=True):
     fields: Mapping[str, Any] = {}
 
 
-class WantedList(msgspec.Struct, frozen=True, kw_only=True):
+class WantedStatusList(msgspec.Struct, frozen=True, kw_only=True):
     """A list of a status whose items have conditions of their own: ``listeners`` of a Gateway, ``parents`` of a route.
 
     ``controller``: items with another ``controllerName`` belong to another controller and stay; empty: all are ours.
@@ -52,7 +52,7 @@ class WantedList(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    entries: tuple[WantedEntry, ...]
+    entries: tuple[WantedListItem, ...]
     controller: str = ""
     gateway: str = ""
 
@@ -76,7 +76,7 @@ class WantedStatus(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     conditions: tuple[WantedCondition, ...]
     fields: Mapping[str, Any] = {}
-    lists: tuple[WantedList, ...] = ()
+    lists: tuple[WantedStatusList, ...] = ()
     is_plain: bool = False
 
     @property
@@ -166,7 +166,7 @@ def _conditions(
 
 
 def _items(
-    wanted: WantedList, observed: Sequence[Mapping[str, Any]], generation: int, now: str, namespace: str
+    wanted: WantedStatusList, observed: Sequence[Mapping[str, Any]], generation: int, now: str, namespace: str
 ) -> list[Mapping[str, Any]]:
     """Other controllers' items as they are, then ours."""
     items = [one for one in observed if not wanted.is_ours(one, namespace)]

@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from controller.audit import caused_by
+from controller.kube.api_resources import timestamp_of
 from controller.kube.conditions import status_to_write
 from controller.kube.event_recorder import EventRecorder
 from controller.kube.informer import InformerTiming
 from controller.kube.plan_executor import Executor, Expectations, ObjectRefused
-from controller.kube.resources import timestamp_of
 from controller.kube.shared_informers import InformerSet, SharedInformers
 from controller.kube.work_queue import QueueTiming, WorkQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from controller.kube.api_resources import ApiResource, Object
     from controller.kube.client import Client
     from controller.kube.event_recorder import Counted
-    from controller.kube.plan import Action, KubeEvent
-    from controller.kube.resources import Object, Resource
+    from controller.kube.reconcile_plan import Action, KubeEvent
 
 Key = TypeVar("Key", bound=Hashable)
 Source = Callable[[], Coroutine[Any, Any, None]]
@@ -121,7 +121,7 @@ class Controller(Generic[Key]):
         """Reconcile ``key`` together with the changes of the next ``coalesce_s``."""
         self.queue.add_in(key, self._settings.coalesce_s)
 
-    def enqueue_changed(self, key: Key) -> None:
+    def enqueue_without_backoff(self, key: Key) -> None:
         """Reconcile ``key`` without waiting for its back-off: what was wrong with it may be right now."""
         self.queue.skip_backoff(key)
 
@@ -147,7 +147,7 @@ class Controller(Generic[Key]):
         """
         await self._executor.execute(key, actions)
 
-    async def write_status(self, key: Key, resource: Resource, thing: Object, status: Mapping[str, Any]) -> None:
+    async def write_status(self, key: Key, resource: ApiResource, thing: Object, status: Mapping[str, Any]) -> None:
         """Write what the status of ``thing`` does not have yet; ``expectations`` awaits it for ``key``."""
         new = status_to_write(resource.kind, thing, status, timestamp_of(wall_clock_s()))
         if new is None:

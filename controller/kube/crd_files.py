@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from controller.kube.kinds import KINDS, crd_object
+from controller.kube.custom_resources import KINDS, crd_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,7 +20,7 @@ class Unreachable(ClusterError):
     """No answer: the server is away, too slow, or the connection broke. The call may or may not have had an effect."""
 
 
-class AccessInvalid(ClusterError):
+class ClusterAccessInvalid(ClusterError):
     """A kubeconfig or service account that cannot be used; the message has the correction."""
 
 
@@ -71,7 +71,7 @@ class AlreadyExists(Conflict):
     """409: an object of this name is there already."""
 
 
-class Expired(ApiError):
+class ResourceVersionExpired(ApiError):
     """410: the requested version is older than the server's history. List again."""
 
 
@@ -102,7 +102,7 @@ _BY_STATUS: Final[Mapping[int, type[ApiError]]] = {
     403: Forbidden,
     404: NotFound,
     409: Conflict,
-    410: Expired,
+    410: ResourceVersionExpired,
     422: Invalid,
     429: TooManyRequests,
 }

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Literal
 
+from controller.kube.api_resources import EVENTS, Object, key_of, timestamp_of
 from controller.kube.errors import ClusterError
-from controller.kube.resources import EVENTS, Object, key_of, timestamp_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from controller.kube.client import Client
-    from controller.kube.plan import KubeEvent
+    from controller.kube.reconcile_plan import KubeEvent
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
+from controller.kube.api_resources import split_key
 from controller.kube.errors import Backoff
 from controller.kube.pod_http import read_page
-from controller.kube.resources import split_key
 from extproc.api.addresses import join_host_port
 from extproc.api.status_pages import (
     DEMAND_PATH,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
     from random import Random
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class DemandFeed:
         # by key and address
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
-    def addresses(self) -> dict[str, str]:
+    def gateway_addresses(self) -> dict[str, str]:
         """Address of each running gateway by key, those that are not read included."""
         return {key: address for key, pod in self._gateways().items() if (address := reports_address(pod))}
 
@@ -249,7 +249,7 @@ class DemandFeed:
     def _chosen(self) -> dict[str, str]:
         found: dict[str, str] = {}
         own: dict[str, int] = {}
-        for key, address in sorted(self.addresses().items()):
+        for key, address in sorted(self.gateway_addresses().items()):
             namespace = split_key(key)[0] or ""
             if not self._trusts(key):
                 own[namespace] = own.get(namespace, 0) + 1

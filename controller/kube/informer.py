@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from controller.kube.api_resources import Object, identity_of, is_older, key_of
 from controller.kube.client import BOOKMARK, DELETED
-from controller.kube.errors import Backoff, ClusterError, Expired, Forbidden, NotFound
-from controller.kube.resources import Object, identity_of, is_older, key_of
+from controller.kube.errors import Backoff, ClusterError, Forbidden, NotFound, ResourceVersionExpired
 
 if TYPE_CHECKING:
+    from controller.kube.api_resources import ApiResource
     from controller.kube.client import Client, WatchEvent
-    from controller.kube.resources import Resource
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Informer:
     def __init__(
         self,
         client: Client,
-        resource: Resource,
+        resource: ApiResource,
         selection: Selection = Selection(),  # noqa: B008 - frozen
         *,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
@@ -238,7 +238,7 @@ class Informer:
                 if version is None:
                     version = await self.list_once()
                 version = await self._watch(version)
-            except Expired as expired:
+            except ResourceVersionExpired as expired:
                 # after a restart of the server this happens to all clients at once: a pause spreads their lists
                 version = None
                 await self._pause(expired, self._relisting)
@@ -274,7 +274,7 @@ class Informer:
                         self._relisting.reset()
                     self._contacted()
                     self._notify(self._store.apply_event(event))
-        except Expired:
+        except ResourceVersionExpired:
             raise
         except ClusterError as error:
             raise _Interrupted(reached, error) from error

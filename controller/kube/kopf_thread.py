@@ -18,8 +18,8 @@ import kopf
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from controller.kube.api_resources import ApiResource
     from controller.kube.cluster_access import ClusterAccess
-    from controller.kube.resources import Resource
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def login(access: ClusterAccess) -> kopf.ConnectionInfo:
 """Gets the kind and the key of an object that is new, has changed or is gone; called in kopf's thread."""
 
 
-def register_handlers(kinds: Iterable[Resource], access: ClusterAccess, enqueue: Enqueue) -> kopf.OperatorRegistry:
+def register_handlers(kinds: Iterable[ApiResource], access: ClusterAccess, enqueue: Enqueue) -> kopf.OperatorRegistry:
     """All handlers, for ``kopf.operator``."""
     registry = kopf.OperatorRegistry()
 
@@ -91,7 +91,7 @@ def register_handlers(kinds: Iterable[Resource], access: ClusterAccess, enqueue:
     return registry
 
 
-def _follow(kind: Resource, registry: kopf.OperatorRegistry, enqueue: Enqueue) -> None:
+def _follow(kind: ApiResource, registry: kopf.OperatorRegistry, enqueue: Enqueue) -> None:
     @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=kind.kind)
     async def changed(name: str, namespace: str | None, **_: Any) -> None:  # noqa: ANN401 - kopf's
         enqueue(kind.kind, f"{namespace}/{name}" if namespace else name)
@@ -107,7 +107,7 @@ class KopfOperator:
     """
 
     def __init__(
-        self, access: ClusterAccess, kinds: Sequence[Resource], enqueue: Enqueue, *, namespace: str | None = None
+        self, access: ClusterAccess, kinds: Sequence[ApiResource], enqueue: Enqueue, *, namespace: str | None = None
     ) -> None:
         self._access = access
         self._kinds = kinds

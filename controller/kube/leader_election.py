@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controller.kube.api_resources import LEASES, Object
 from controller.kube.errors import ClusterError, Conflict
-from controller.kube.resources import LEASES, Object
 
 if TYPE_CHECKING:
     from controller.kube.client import Client

@@ -89,7 +89,7 @@ class MetricFamily(Metric):
     def samples(self, _: list[Sample]) -> None:
         """What a metric begins with: none."""
 
-    def parts(self) -> Iterator[bytes]:
+    def text_chunks(self) -> Iterator[bytes]:
         """Its text with its head, as on the page, some thousand series at a time."""
         name = self._series
         documentation = self.documentation.replace("\\", r"\\").replace("\n", r"\n")
@@ -116,7 +116,7 @@ def _parts(registry: CollectorRegistry) -> Iterator[bytes]:
     for metric in registry.collect():
         if isinstance(metric, MetricFamily):
             yield _by_client(others)
-            yield from metric.parts()
+            yield from metric.text_chunks()
             others = []
         else:
             others.append(metric)

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from controller.kube.api_resources import ApiResource, Object, is_older, key_of, split_key
 from controller.kube.errors import AlreadyExists, BadRequest, ClusterError, Conflict, Forbidden, Invalid, NotFound
 from controller.kube.informer import owner_uid
-from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus, without_paths
-from controller.kube.resources import Object, Resource, is_older, key_of, split_key
+from controller.kube.reconcile_plan import Action, Annotate, Apply, Create, Delete, SetStatus, without_paths
 
 if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.event_recorder import Counted
 
-Copy = Callable[[Resource, str], Object | None]
+Copy = Callable[[ApiResource, str], Object | None]
 """The informer's copy of an object, by kind and key."""
 _VERBS: Mapping[type, str] = {
     Create: "create",
@@ -37,7 +37,7 @@ _VERBS: Mapping[type, str] = {
 class _Write(msgspec.Struct, frozen=True):
     """``version``: what the object is at since; empty: it is deleted."""
 
-    resource: Resource
+    resource: ApiResource
     key: str
     uid: str
     version: str
@@ -47,10 +47,10 @@ class _Write(msgspec.Struct, frozen=True):
 class InformerCache(Protocol):
     """Informers."""
 
-    def get(self, resource: Resource, key: str) -> Object | None:
+    def get(self, resource: ApiResource, key: str) -> Object | None:
         """Their copy of an object."""
 
-    def apply_write_answer(self, resource: Resource, thing: Object) -> None:
+    def apply_write_answer(self, resource: ApiResource, thing: Object) -> None:
         """What the server has answered to a write."""
 
 
@@ -62,22 +62,22 @@ class Expectations:
         self._patience_s = patience_s
         self._writes: dict[Hashable, list[_Write]] = {}
         # work that waits for an object's event
-        self._about: dict[tuple[Resource, str], set[Hashable]] = {}
+        self._about: dict[tuple[ApiResource, str], set[Hashable]] = {}
 
-    def on_object_observed(self, resource: Resource, key: str) -> None:
+    def on_object_observed(self, resource: ApiResource, key: str) -> None:
         """An object has changed in the cache. A write seen once counts as seen, even if the object is gone by the next
         reconcile.
         """
         for work in list(self._about.get((resource, key), ())):
             self._check(work)
 
-    def expect_write(self, work: Hashable, resource: Resource, thing: Object, now_s: float) -> None:
+    def expect_write(self, work: Hashable, resource: ApiResource, thing: Object, now_s: float) -> None:
         """``thing`` is what the server answered to a write."""
         metadata = thing["metadata"]
         self._copies.apply_write_answer(resource, thing)
         self._add(work, resource, key_of(thing), metadata["uid"], metadata["resourceVersion"], now_s)
 
-    def expect_deletion(self, work: Hashable, resource: Resource, key: str, uid: str, now_s: float) -> None:
+    def expect_deletion(self, work: Hashable, resource: ApiResource, key: str, uid: str, now_s: float) -> None:
         """Record a requested deletion of an object."""
         self._add(work, resource, key, uid, "", now_s)
 
@@ -105,7 +105,7 @@ class Expectations:
         if waiting:
             self._writes[work] = waiting
 
-    def _add(self, work: Hashable, resource: Resource, key: str, uid: str, version: str, now_s: float) -> None:
+    def _add(self, work: Hashable, resource: ApiResource, key: str, uid: str, version: str, now_s: float) -> None:
         write = _Write(resource, key, uid, version, now_s + self._patience_s)
         if not self._is_seen(write):
             self._keep(work, [*self._writes.get(work, ()), write])
@@ -195,7 +195,7 @@ class Executor:
                 raise
             return await self._ours(action.resource, action.thing, found)
 
-    async def _ours(self, resource: Resource, wanted: Object, found: Object) -> Object:
+    async def _ours(self, resource: ApiResource, wanted: Object, found: Object) -> Object:
         """An object that exists already, if it is ours. Without our labels our informers would never deliver it."""
         if owner_uid(found) != owner_uid(wanted):
             if "deletionTimestamp" in found["metadata"]:
@@ -230,7 +230,7 @@ class Executor:
     async def _patch(
         self,
         work: Hashable,
-        resource: Resource,
+        resource: ApiResource,
         key: str,
         uid: str,
         body: Mapping[str, Any],
@@ -261,7 +261,7 @@ class Executor:
                 raise
         self._expectations.expect_deletion(work, action.resource, action.key, action.uid, self._clock())
 
-    def _wrote(self, work: Hashable, resource: Resource, thing: Object) -> None:
+    def _wrote(self, work: Hashable, resource: ApiResource, thing: Object) -> None:
         self._expectations.expect_write(work, resource, thing, self._clock())
 
 

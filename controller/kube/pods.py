@@ -15,13 +15,13 @@ import msgspec
 
 from controller.api.drain_mark import DELETION_COST, DRAIN, DRAINING
 from controller.api.pod_spec_checks import parse_quantity, resource_requests
+from controller.kube.api_resources import key_of, parse_timestamp
 from controller.kube.informer import only_fields, view_transform, without_fields
-from controller.kube.resources import key_of, parse_timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
 
 _SPEC: Final = ("nodeName", "schedulerName", "hostname", "subdomain", "priority", "terminationGracePeriodSeconds")
 _STATUS: Final = (

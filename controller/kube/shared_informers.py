@@ -17,14 +17,14 @@ from controller.kube.informer import Informer, InformerTiming, Selection
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from controller.kube.api_resources import ApiResource, Object
     from controller.kube.client import Client
     from controller.kube.informer import Transform
-    from controller.kube.resources import Object, Resource
 
 log = logging.getLogger(__name__)
 
 _PROBE_S: Final = 30.0
-_Wanted = tuple["Resource", Selection, "Transform | None", bool]
+_Wanted = tuple["ApiResource", Selection, "Transform | None", bool]
 
 
 class SharedInformers:
@@ -51,7 +51,7 @@ class SharedInformers:
 
     def acquire(
         self,
-        resource: Resource,
+        resource: ApiResource,
         selection: Selection = Selection(),  # noqa: B008 - frozen
         transform: Transform | None = None,
         *,
@@ -86,18 +86,18 @@ class SharedInformers:
         if task is not None:
             task.cancel()
 
-    def apply_write_answer(self, resource: Resource, thing: Object) -> None:
+    def apply_write_answer(self, resource: ApiResource, thing: Object) -> None:
         """The server has answered ``thing`` to a write of ours: informers that have the object have it so now."""
         for informer in list(self._users):
             if informer.resource == resource:
                 informer.apply_write_answer(thing)
 
-    def count_users(self, resource: Resource, selection: Selection, transform: Transform) -> int:
+    def count_users(self, resource: ApiResource, selection: Selection, transform: Transform) -> int:
         """How many have taken the informer of these objects and not given it back."""
         informer = self._taken.get((resource, selection, transform, False))
         return 0 if informer is None else self._users[informer]
 
-    def on_change(self, listener: Callable[[], None]) -> None:
+    def add_usage_listener(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` when an informer is taken or given back."""
         self._listeners.append(listener)
 
@@ -145,12 +145,12 @@ class InformerSet:
         self.shared = shared
         self._namespace = namespace
         self._informers: list[Informer] = []
-        self._by_kind: dict[Resource, list[Informer]] = {}
-        self._listeners: list[Callable[[Resource, str], None]] = []
+        self._by_kind: dict[ApiResource, list[Informer]] = {}
+        self._listeners: list[Callable[[ApiResource, str], None]] = []
 
     def add(
         self,
-        resource: Resource,
+        resource: ApiResource,
         *,
         labels: str = "",
         fields: str = "",
@@ -178,15 +178,15 @@ class InformerSet:
         self._informers.remove(informer)
         self.shared.release(informer)
 
-    def subscribe(self, listener: Callable[[Resource, str], None]) -> None:
+    def subscribe(self, listener: Callable[[ApiResource, str], None]) -> None:
         """Call ``listener`` with the kind and key of each object that changes."""
         self._listeners.append(listener)
 
-    def get(self, resource: Resource, key: str) -> Object | None:
+    def get(self, resource: ApiResource, key: str) -> Object | None:
         """An object as any informer of its kind has it; None if none does."""
         return next((one for each in self._by_kind.get(resource, ()) if (one := each.get(key)) is not None), None)
 
-    def apply_write_answer(self, resource: Resource, thing: Object) -> None:
+    def apply_write_answer(self, resource: ApiResource, thing: Object) -> None:
         """See ``SharedInformers``."""
         self.shared.apply_write_answer(resource, thing)
 
@@ -210,6 +210,6 @@ class InformerSet:
         for informer in list(self._informers):
             await (informer.answered if self.shared.is_optional(informer) else informer.synced).wait()
 
-    def _notify(self, resource: Resource, key: str) -> None:
+    def _notify(self, resource: ApiResource, key: str) -> None:
         for listener in self._listeners:
             listener(resource, key)

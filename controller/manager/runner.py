@@ -7,9 +7,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from controller.kube.errors import ClusterError, Forbidden
-from controller.kube.kopf_thread import KopfOperator
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CLUSTER_SERVING_RUNTIMES,
     MODEL_INFER_ROLES,
     MODEL_INFERS,
@@ -18,6 +16,8 @@ from controller.kube.resources import (
     PODS,
     SERVING_RUNTIMES,
 )
+from controller.kube.errors import ClusterError, Forbidden
+from controller.kube.kopf_thread import KopfOperator
 from controller.kube.shared_informers import SharedInformers
 from controller.models.controller import ModelController
 from controller.models.metrics import ModelMetrics

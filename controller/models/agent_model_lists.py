@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
 
 _TIMEOUT_S: Final = 3.0
 _MOST_BYTES: Final = 4 << 20

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import aiohttp
 
 from controller.audit import caused_by
+from controller.kube.api_resources import MODEL_INFERS, MODELS, PODS, Object, split_key
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s, wall_clock_s
 from controller.kube.informer import without_managed_fields
-from controller.kube.plan import KubeEvent
 from controller.kube.plan_executor import ObjectRefused
 from controller.kube.pods import trimmed_pod
-from controller.kube.resources import MODEL_INFERS, MODELS, PODS, Object, split_key
+from controller.kube.reconcile_plan import KubeEvent
 from controller.models.agent_model_lists import AgentModelLists
 from controller.models.kind_reconciler import GatewayLoadSource, KindReconciler, LoadSource, PodLoads, WorkKey
 from controller.models.model.model_state import ModelSettings
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from controller.kube.client import Client
     from controller.kube.manager_metrics import ManagerMetrics
-    from controller.kube.plan import Plan
+    from controller.kube.reconcile_plan import Plan
     from controller.kube.shared_informers import SharedInformers
     from controller.models.kind_reconciler import Owned
     from controller.models.model_infer_reconciler import Decide
@@ -92,7 +92,7 @@ class ModelController:
         )
         cache, enqueue = self._controller.cache, self._controller.enqueue_soon
         infers = ModelInferReconciler(
-            client, cache, enqueue, decisions.model_infer, hasten=self._controller.enqueue_changed
+            client, cache, enqueue, decisions.model_infer, hasten=self._controller.enqueue_without_backoff
         )
         models = ModelReconciler(
             client,
@@ -100,12 +100,12 @@ class ModelController:
             enqueue,
             decisions.model,
             infers=infers.informer,
-            infer_pods=infers.pods,
+            infer_pods=infers.pod_informer,
             shared=SharedNamespaces(settings.shared_namespace, settings.gateway_namespaces),
             settings=settings.models,
         )
         self._gateways = cache.add(PODS, labels=LOADS_LABEL, transform=trimmed_pod, all_namespaces=True)
-        self._infer_pods = infers.pods
+        self._infer_pods = infers.pod_informer
         self._reconcilers: Mapping[str, KindReconciler] = {one.resource.kind: one for one in (infers, models)}
         self._states: dict[WorkKey, _State] = {}
         for reconciler in self._reconcilers.values():
@@ -227,7 +227,7 @@ class ModelController:
                 self._controller.enqueue_soon(work)
                 return
             state.generation = generation
-            self._controller.enqueue_changed(work)
+            self._controller.enqueue_without_backoff(work)
 
         return changed
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from controller.kube.api_resources import ApiResource, Object, split_key
 from controller.kube.gateway_reports import is_gateway_running, loads_by_pod
-from controller.kube.resources import Object, Resource, split_key
 from controller.models.model.model_state import ReportedModel
 from controller.models.model_infer.model_infer_state import PodLoad
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import aiohttp
 
     from controller.kube.informer import Informer
-    from controller.kube.plan import Plan
+    from controller.kube.reconcile_plan import Plan
 
 # Untrusted gateways of a namespace: each answer is held in memory.
 _MOST_OWN: Final = 32
-Owned = Mapping[Resource, Sequence[Object]]
+Owned = Mapping[ApiResource, Sequence[Object]]
 """The objects that an object owns, and others that are listed with them, by kind."""
 
 
@@ -51,7 +51,7 @@ class KindReconciler(Protocol):
     informer: Informer
 
     @property
-    def resource(self) -> Resource:
+    def resource(self) -> ApiResource:
         """The kind."""
 
     def status_of_failure(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final, get_args, get_type_hints
 from prometheus_client.registry import Collector
 
 from controller.api.statuses import ModelStatus
+from controller.kube.api_resources import MODELS
 from controller.kube.informer import owner_key
 from controller.kube.metrics_and_health import MetricFamily, encode_labels
-from controller.kube.resources import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
 
 _MODEL: Final = ("namespace", "model")
 _PHASES: Final[tuple[str, ...]] = tuple(

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube.conditions import with_failure
-from controller.kube.errors import ClusterError
-from controller.kube.informer import Index, owner_key, owner_uid, without_managed_fields
-from controller.kube.plan import Plan
-from controller.kube.pods import POD_VIEW, trimmed_pod
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONTROLLER_REVISIONS,
     MODEL_INFER_ROLES,
     MODEL_INFERS,
@@ -25,10 +20,15 @@ from controller.kube.resources import (
     SCHEDULER_POD_GROUPS,
     SERVICES,
     VOLCANO_POD_GROUPS,
+    ApiResource,
     Object,
-    Resource,
     key_of,
 )
+from controller.kube.conditions import with_failure
+from controller.kube.errors import ClusterError
+from controller.kube.informer import Index, owner_key, owner_uid, without_managed_fields
+from controller.kube.pods import POD_VIEW, trimmed_pod
+from controller.kube.reconcile_plan import Plan
 from controller.models.kind_reconciler import WorkKey
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import GangSchedulingApis, ModelInferState
@@ -51,9 +51,9 @@ _REMEMBERED: Final = 1000
 _READERS: Final = 4
 Decide = Callable[[ModelInferState, float], Plan]
 # Kueue's own objects of pods that wait in its queues.
-WORKLOADS: Final = Resource("kueue.x-k8s.io", "v1beta1", "workloads", "Workload")
+WORKLOADS: Final = ApiResource("kueue.x-k8s.io", "v1beta1", "workloads", "Workload")
 POD_GROUPS: Final = (VOLCANO_POD_GROUPS, SCHEDULER_POD_GROUPS)
-_TRANSFORMS: Final[Mapping[Resource, Transform]] = {PODS: trimmed_pod}
+_TRANSFORMS: Final[Mapping[ApiResource, Transform]] = {PODS: trimmed_pod}
 # of other projects, or younger than the manager's other kinds
 _OPTIONAL: Final = (MODEL_INFER_ROLES, *POD_GROUPS)
 OWNED: Final = (PODS, SERVICES, CONTROLLER_REVISIONS, MODEL_INFER_ROLES, *POD_GROUPS)
@@ -162,7 +162,7 @@ class ModelInferReconciler:
         self._hasten = hasten
         self._decide = decide
         self.informer = cache.add(MODEL_INFERS, transform=without_managed_fields)
-        self._informers: dict[Resource, Informer] = {
+        self._informers: dict[ApiResource, Informer] = {
             one: cache.add(
                 one,
                 labels=names.MODEL_INFER,
@@ -184,7 +184,7 @@ class ModelInferReconciler:
         self.log_tails = LogTails(client, self._pod_changed)
 
     @property
-    def pods(self) -> Informer:
+    def pod_informer(self) -> Informer:
         """Of their pods."""
         return self._informers[PODS]
 
@@ -210,7 +210,7 @@ class ModelInferReconciler:
 
     async def list_children(self, thing: Object) -> Owned:
         metadata = thing["metadata"]
-        found: dict[Resource, list[Object]] = {}
+        found: dict[ApiResource, list[Object]] = {}
         for one, informer in self._informers.items():
             if not self._cache.is_synced(informer):
                 continue

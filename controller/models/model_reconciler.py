@@ -7,11 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from controller.kube.conditions import with_failure
-from controller.kube.informer import Index, owner_uid, without_managed_fields
-from controller.kube.plan import Plan
-from controller.kube.pods import trimmed_pod
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     CLUSTER_SERVING_RUNTIMES,
     CONFIG_MAPS,
@@ -23,10 +19,14 @@ from controller.kube.resources import (
     PODS,
     SERVICES,
     SERVING_RUNTIMES,
+    ApiResource,
     Object,
-    Resource,
     split_key,
 )
+from controller.kube.conditions import with_failure
+from controller.kube.informer import Index, owner_uid, without_managed_fields
+from controller.kube.pods import trimmed_pod
+from controller.kube.reconcile_plan import Plan
 from controller.models.kind_reconciler import WorkKey
 from controller.models.model.model_state import CHILDREN, MODEL, ModelSettings, ModelState
 from controller.models.model_infer import names
@@ -118,7 +118,7 @@ class ModelReconciler:
 
     def cached_children(self, thing: Object) -> Owned:
         namespace = thing["metadata"]["namespace"]
-        found: dict[Resource, Sequence[Object]] = {
+        found: dict[ApiResource, Sequence[Object]] = {
             one: [each for each in index.objects_with(namespace) if _is_about(each, thing)]
             for one, index in self._by_namespace.items()
         }
@@ -129,7 +129,7 @@ class ModelReconciler:
 
     async def list_children(self, thing: Object) -> Owned:
         metadata = thing["metadata"]
-        found: dict[Resource, Sequence[Object]] = {}
+        found: dict[ApiResource, Sequence[Object]] = {}
         for one, informer in self._children.items():
             if self._cache.is_synced(informer):
                 chosen = MODEL if one in _EVERYBODYS else ""
@@ -159,7 +159,7 @@ class ModelReconciler:
         )
         return self._decide(observed, now_s)
 
-    def _follow(self, resource: Resource) -> Informer:
+    def _follow(self, resource: ApiResource) -> Informer:
         if resource in _EVERYBODYS:
             return self._cache.add(resource, labels=MODEL, transform=without_managed_fields)
         return self._cache.add(resource, transform=without_managed_fields, optional=True)

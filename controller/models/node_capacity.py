@@ -13,8 +13,8 @@ from controller.models.model_infer.model_infer_state import NodeCapacity
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from controller.kube.api_resources import Object
     from controller.kube.pods import PodView
-    from controller.kube.resources import Object
 
 _REMEMBERED: Final = 10_000
 _NODE_CONDITIONS: Final = ("Ready",)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from aiohttp import web
 
+from controller.kube.api_resources import MODELS
 from controller.kube.informer import owner_key
-from controller.kube.resources import MODELS
 from controller.models.model.model_state import BACKEND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
     from controller.models.metrics import Objects
 
 ROLLOUTS_PATH: Final = "/rollouts"

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from controller.usage.rollups import DAY_S, DIMENSIONS, ENDS, HOUR_S, SUMS
 from controller.usage.store import SUMS_KEPT, horizons, positions, requests, rollups_day, rollups_hour
-from extproc.api.calendars import calendar_window, parse_time_zone, utc_offset_changes, utc_offset_s
+from extproc.api.calendar_windows import calendar_window, parse_time_zone, utc_offset_changes, utc_offset_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -78,7 +78,7 @@ class ReportRow(msgspec.Struct, frozen=True):
     costs: Mapping[str, int]
 
 
-class TablePart(msgspec.Struct, frozen=True):
+class TableTimeRange(msgspec.Struct, frozen=True):
     """What a report reads of one table: ``start`` to before ``end``, in seconds since 1970."""
 
     table: sa.Table
@@ -231,11 +231,11 @@ def interval_bounds(width: str, at: int, zone: tzinfo) -> tuple[int, int]:
     return start, start + seconds
 
 
-def choose_tables(query: Query) -> tuple[TablePart, ...]:
+def choose_tables(query: Query) -> tuple[TableTimeRange, ...]:
     """The smallest tables that answer exactly: sums by day, by hour with rows of what is before and after whole hours,
     or the rows themselves.
     """
-    rows = (TablePart(requests, query.start, query.end),)
+    rows = (TableTimeRange(requests, query.start, query.end),)
     if _needs_rows(query):
         return rows
     changes = utc_offset_changes(parse_time_zone(query.zone), query.start, query.end)
@@ -243,14 +243,14 @@ def choose_tables(query: Query) -> tuple[TablePart, ...]:
     by_day = query.width is None or (query.width == "day" and not any(ahead for _, ahead in changes))
     by_hour = query.width is None or not any(ahead % HOUR_S or at % HOUR_S for at, ahead in changes)
     if by_day and not any(at % DAY_S for at in aligned):
-        return (TablePart(rollups_day, query.start, query.end),)
+        return (TableTimeRange(rollups_day, query.start, query.end),)
     first, last = query.start + -query.start % HOUR_S, query.end - query.end % HOUR_S
     if not by_hour or query.width == "minute" or first >= last:
         return rows
     found = (
-        TablePart(requests, query.start, first),
-        TablePart(rollups_hour, first, last),
-        TablePart(requests, last, query.end),
+        TableTimeRange(requests, query.start, first),
+        TableTimeRange(rollups_hour, first, last),
+        TableTimeRange(requests, last, query.end),
     )
     return tuple(part for part in found if part.start < part.end)
 
@@ -278,7 +278,7 @@ def run_query(connection: sa.Connection, query: Query) -> UsageReport:
     )
 
 
-def _check_is_kept(connection: sa.Connection, query: Query, part: TablePart) -> None:
+def _check_is_kept(connection: sa.Connection, query: Query, part: TableTimeRange) -> None:
     """Raises BadQuery."""
     has_rows = part.table is requests
     what = requests.name if has_rows else SUMS_KEPT
@@ -290,7 +290,7 @@ def _check_is_kept(connection: sa.Connection, query: Query, part: TablePart) -> 
         raise BadQuery("start", f"{'rows' if has_rows else 'sums'} are kept since {since}: write a later start{other}")
 
 
-def _grouped(query: Query, currencies: Sequence[str], part: TablePart) -> sa.Select[Any]:
+def _grouped(query: Query, currencies: Sequence[str], part: TableTimeRange) -> sa.Select[Any]:
     """The sums of one table, by the query's dimensions."""
     table = part.table
     time = sa.cast(table.c.at_us / 1_000_000, sa.BigInteger) if table is requests else table.c.start
@@ -306,7 +306,7 @@ def _grouped(query: Query, currencies: Sequence[str], part: TablePart) -> sa.Sel
     return sa.select(*keys, *sums, *costs).where(*_conditions(query, part)).group_by(*numbers)
 
 
-def _conditions(query: Query, part: TablePart) -> list[sa.ColumnElement[bool]]:
+def _conditions(query: Query, part: TableTimeRange) -> list[sa.ColumnElement[bool]]:
     table = part.table
     time, unit = (table.c.at_us, 1_000_000) if table is requests else (table.c.start, 1)
     return [
@@ -316,13 +316,13 @@ def _conditions(query: Query, part: TablePart) -> list[sa.ColumnElement[bool]]:
     ]
 
 
-def list_sources(connection: sa.Connection) -> dict[str, float]:
+def stored_until_by_source(connection: sa.Connection) -> dict[str, float]:
     """By the name of each log of the store: every request that ended before it is stored. Raises SQLAlchemyError."""
     query = sa.select(positions.c.source, positions.c.until_us).where(positions.c.until_us.is_not(None))
     return {source: until_us / 1_000_000 for source, until_us in connection.execute(query)}
 
 
-def _currencies(connection: sa.Connection, query: Query, part: TablePart) -> list[str]:
+def _currencies(connection: sa.Connection, query: Query, part: TableTimeRange) -> list[str]:
     currency = part.table.c.currency
     wanted = sa.select(currency).where(*_conditions(query, part), currency != "").distinct().limit(100)
     return list(connection.execute(wanted).scalars())

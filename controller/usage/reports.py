@@ -22,7 +22,7 @@ from controller.usage.queries import (
     single_value,
 )
 from controller.usage.rollups import DAY_S, HOUR_S, SUMS
-from extproc.api.calendars import parse_time_zone
+from extproc.api.calendar_windows import parse_time_zone
 from extproc.api.pricing import TokenCounts
 from extproc.api.quantities import money_text
 

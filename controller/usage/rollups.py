@@ -49,7 +49,7 @@ class RollupKey(NamedTuple):
 Increments = dict[RollupKey, tuple[int, ...]]
 
 
-class BoundedNames:
+class NameCardinalityLimiter:
     """The names that each day keeps apart: ``most`` tenants, and of each tenant ``most`` keys, users and models. What
     comes after is ``(others)``.
 
@@ -129,7 +129,7 @@ def row_sums(row: UsageRow) -> tuple[int, ...]:
     )
 
 
-def rollup_increments(rows: Iterable[UsageRow], names: BoundedNames) -> tuple[Increments, Increments]:
+def rollup_increments(rows: Iterable[UsageRow], names: NameCardinalityLimiter) -> tuple[Increments, Increments]:
     """What rows add to hours and to days, each sorted by key: writers that take rows in one order never deadlock."""
     # most rows of a batch are of few callers: names are looked up once for each of them
     groups: Increments = {}

@@ -21,7 +21,7 @@ from extproc.api.charged_tokens import (
 )
 from extproc.api.pricing import TokenCounts, cost_micros
 from extproc.api.usage_log import UsageContext, UsageCounts, UsageLine, escape_name
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     ANONYMOUS,
     CACHE_HIT,
     SERVER_CLUSTER,

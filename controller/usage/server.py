@@ -15,10 +15,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from sqlalchemy.exc import SQLAlchemyError
 
 from controller.usage.metrics import UsageMetrics
-from controller.usage.queries import BadQuery, list_sources, parse_query, run_query
+from controller.usage.queries import BadQuery, parse_query, run_query, stored_until_by_source
 from controller.usage.reports import as_csv, as_json, completions_page, costs_page, restrict_to_owner
 from controller.usage.rows import bounded_caller_name
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     ANONYMOUS,
     CALLER_CLIENT,
     CALLER_REPORTS,
@@ -88,10 +88,10 @@ class ReportsDatabase:
         with self._connected() as connection:
             return run_query(connection, query)
 
-    def sources(self) -> dict[str, float]:
+    def stored_until_by_source(self) -> dict[str, float]:
         """Until when the rows of each log are stored. Blocks; raises SQLAlchemyError."""
         with self._connected() as connection:
-            return list_sources(connection)
+            return stored_until_by_source(connection)
 
     @contextmanager
     def _connected(self) -> Iterator[sa.Connection]:
@@ -147,7 +147,10 @@ class UsageReportsApi:
             if form not in {"json", "csv"}:
                 raise BadQuery("format", "write json or csv")
             # first: what is stored after this is in the report or is not, and nothing is claimed of it
-            until_s, of_all = self._counts.stored_until_s, self._database.sources() if self._is_admin_port else {}
+            until_s, of_all = (
+                self._counts.stored_until_s,
+                self._database.stored_until_by_source() if self._is_admin_port else {},
+            )
             report = self._database.run(query)
             if form == "json":
                 return _json(as_json(report, until_s, of_all))
@@ -247,7 +250,7 @@ def _error(status: int, message: str, code: str, parameter: str | None = None) -
     )
 
 
-def ingest_pages(counts: IngestCounters, wall: Callable[[], float]) -> web.Application:
+def ingest_monitoring_pages(counts: IngestCounters, wall: Callable[[], float]) -> web.Application:
     """/metrics and /readyz."""
     registry = CollectorRegistry()
     registry.register(UsageMetrics(counts, wall))

@@ -15,7 +15,15 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 
 from controller.usage.log_follower import LogPosition
-from controller.usage.rollups import BOUNDED, DAY_S, DIMENSIONS, SUMS, BoundedNames, Increments, rollup_increments
+from controller.usage.rollups import (
+    BOUNDED,
+    DAY_S,
+    DIMENSIONS,
+    SUMS,
+    Increments,
+    NameCardinalityLimiter,
+    rollup_increments,
+)
 from controller.usage.rows import MOST_CODE, MOST_NAME, UsageRow
 
 if TYPE_CHECKING:
@@ -218,10 +226,10 @@ class SqlStore:
     """A Sink, and what reports read. Not for threads, but for ``engine``."""
 
     def __init__(self, engine: sa.Engine, source: str, *, most_names: int = 10_000) -> None:
-        """``source``: names the log, among all of this database. ``most_names``: see BoundedNames."""
+        """``source``: names the log, among all of this database. ``most_names``: see NameCardinalityLimiter."""
         self.engine = engine
         self._source = source
-        self._names = BoundedNames(most_names, self._names_of)
+        self._names = NameCardinalityLimiter(most_names, self._names_of)
         self._connection: sa.Connection | None = None
         self._insert = sqlite.insert if engine.dialect.name == "sqlite" else postgresql.insert
         self._add_row = self._insert(requests).on_conflict_do_nothing().returning(requests.c.at_us, requests.c.id)

@@ -25,8 +25,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from yarl import URL
 
 from controller.api.certificate_checks import check_key_pair
+from controller.kube.api_resources import SECRETS, ApiResource
 from controller.kube.errors import ClusterError, Conflict, NotFound
-from controller.kube.resources import SECRETS, Resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,14 +44,14 @@ _EARLIER: Final = timedelta(minutes=10)
 # Of the Secret: one key with all of it, so that no reader meets half of it; the others are for people and tools.
 _DATA: Final = "material.json"
 PATH: Final = "/validate"
-WEBHOOK_CONFIGURATIONS: Final = Resource(
+WEBHOOK_CONFIGURATIONS: Final = ApiResource(
     "admissionregistration.k8s.io",
     "v1",
     "validatingwebhookconfigurations",
     "ValidatingWebhookConfiguration",
     namespaced=False,
 )
-API_SERVICES: Final = Resource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
+API_SERVICES: Final = ApiResource("apiregistration.k8s.io", "v1", "apiservices", "APIService", namespaced=False)
 
 
 class Lifetimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,7 @@ import msgspec
 from aiohttp import web
 
 from controller.gateway.compile.model_servers import LABEL
-from controller.kube.informer import Informer, InformerTiming, Selection
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     CONFIG_MAPS,
@@ -26,10 +25,11 @@ from controller.kube.resources import (
     MODEL_ROUTES,
     MODEL_SERVERS,
 )
+from controller.kube.informer import Informer, InformerTiming, Selection
 from controller.webhooks.admission.checks import (
     AdmissionVerdict,
     admission_response,
-    metric_kind,
+    kind_metric_label,
     read_review,
     review_object,
 )
@@ -184,7 +184,7 @@ class WebhookServer:
         return secrets.token_urlsafe() if material is None else material.path
 
     def _count(self, kind: str, outcome: str) -> None:
-        self._metrics.reviews.labels(metric_kind(kind), outcome).inc()
+        self._metrics.reviews.labels(kind_metric_label(kind), outcome).inc()
 
     def _ends_at_s(self) -> float:
         material = self._rotation.material

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import BucketLevel
 from extproc.admission.budgets import GATEWAY
 from extproc.admission.identity import Caller
-from extproc.admission.limits import RequestUsage
-from extproc.api.calendars import CalendarWindow
+from extproc.admission.rate_limits import RequestUsage
+from extproc.admission.token_buckets import BucketLevel
+from extproc.api.calendar_windows import CalendarWindow
 from extproc.api.usage_log import OTHERS as FOLDED
 from extproc.api.usage_log import unescape_name
-from extproc.wire_protocol import ANONYMOUS
+from extproc.wire_names import ANONYMOUS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from extproc.admission.budgets import BudgetSet, CompiledBudget
-    from extproc.admission.limits import Charge, Resource
+    from extproc.admission.rate_limits import Charge, Resource
     from extproc.api.budgets import Budget
 
 # What tells whose a usage row is.
@@ -98,7 +98,7 @@ def usage_queries(groups: Iterable[Sequence[CompiledBudget]], wall_s: float, *, 
     found: dict[tuple[CalendarWindow, frozenset[str]], set[str]] = {}
     for group in groups:
         for one in group:
-            found.setdefault((one.open_window(wall_s), _dimensions_for(one, group)), set()).add(one.name)
+            found.setdefault((one.current_window(wall_s), _dimensions_for(one, group)), set()).add(one.name)
     return [
         UsageQuery(window, needed, frozenset(names), has_keys and "tenant" in needed and "key" not in needed)
         for (window, needed), names in found.items()
@@ -151,9 +151,9 @@ class RemainingBudgets:
             tenant, user = (ANONYMOUS, row.user) if owner is None else (owner.tenant, owner.user)
             row = msgspec.structs.replace(row, tenant=tenant, user=user)
         for budget in self._budgets_of(row.route).budgets_for(row.caller):
-            if budget.name not in query.budgets or budget.open_window(self._wall_s) != query.window:
+            if budget.name not in query.budgets or budget.current_window(self._wall_s) != query.window:
                 continue
-            for charge in budget.blank_charges(*row.caller_names, self._wall_s):
+            for charge in budget.charges_without_amounts(*row.caller_names, self._wall_s):
                 _, before = self._spent.get(charge.key, (charge, 0.0))
                 self._spent[charge.key] = charge, before + row.amount_of(charge.resource)
 

@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import Limit, TablesByWindow
 from extproc.admission.identity import caller_matcher
-from extproc.admission.limits import Charge, ChargedBudget, Resource, amount_to_reserve
+from extproc.admission.rate_limits import Charge, ChargedBudget, Resource, amount_to_reserve
+from extproc.admission.token_buckets import BudgetWindowTables, Limit
 from extproc.api.budgets import budget_title
-from extproc.api.calendars import CalendarWindow, calendar_window, parse_time_zone
-from extproc.wire_protocol import truncate_name
+from extproc.api.calendar_windows import CalendarWindow, calendar_window, parse_time_zone
+from extproc.wire_names import truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from extproc.admission.identity import Caller, CallerMatcher
-    from extproc.admission.limits import RequestUsage
+    from extproc.admission.rate_limits import RequestUsage
     from extproc.api.authentication import ApiKey
     from extproc.api.budgets import Budget, KeyBudget
 
@@ -117,7 +117,7 @@ class _Accounts(msgspec.Struct):
     owners: Counter[str] = msgspec.field(default_factory=Counter)
 
 
-class BudgetAccounts:
+class BudgetAccountAllocator:
     """Who has buckets of their own; kept over changes of the configuration.
 
     A tenant's users and API keys have at most as many as are free for all others, over all budgets and windows: one
@@ -127,7 +127,7 @@ class BudgetAccounts:
     """
 
     def __init__(self) -> None:
-        self._windows: TablesByWindow[_Accounts] = TablesByWindow(_Accounts)
+        self._windows: BudgetWindowTables[_Accounts] = BudgetWindowTables(_Accounts)
         self._owners: Counter[str] = Counter()
         self.count = 0
 
@@ -174,7 +174,7 @@ class _Maximum(msgspec.Struct, frozen=True):
 class CompiledBudget:
     """One budget of ``owner``: a route's ``namespace/name``, or GATEWAY."""
 
-    def __init__(self, owner: str, budget: Budget, accounts: BudgetAccounts) -> None:
+    def __init__(self, owner: str, budget: Budget, accounts: BudgetAccountAllocator) -> None:
         self.budget = budget
         self.name = f"{owner}/{budget.name}"
         self._accounts = accounts
@@ -188,18 +188,20 @@ class CompiledBudget:
         self._window = CalendarWindow(0, 0)
         self._maxima: list[_Maximum] = []
 
-    def open_window(self, wall_s: float) -> CalendarWindow:
+    def current_window(self, wall_s: float) -> CalendarWindow:
         """The window that is open."""
         if not self._window.start_s <= wall_s < self._window.end_s:
             self._window = calendar_window(wall_s, self.budget.window, self._zone)
             self._maxima = list(self._maxima_of(self._window))
         return self._window
 
-    def blank_charges(self, tenant: str | None, user: str | None, api_key: str | None, wall_s: float) -> list[Charge]:
+    def charges_without_amounts(
+        self, tenant: str | None, user: str | None, api_key: str | None, wall_s: float
+    ) -> list[Charge]:
         """One for each amount that the budget limits, with nothing reserved. None: one of those who have no account of
         their own.
         """
-        end_s, subject = self.open_window(wall_s).end_s, self._subject(tenant, user, api_key)
+        end_s, subject = self.current_window(wall_s).end_s, self._subject(tenant, user, api_key)
         account = f"{_escaped(subject[0])}/{_escaped(subject[1])}"
         return [
             Charge(
@@ -261,7 +263,7 @@ class ApiKeyBudgets(msgspec.Struct, frozen=True):
 _OF_NO_KEYS: Final = ApiKeyBudgets()
 
 
-def compile_key_budgets(keys: Iterable[ApiKey], accounts: BudgetAccounts) -> ApiKeyBudgets:
+def compile_key_budgets(keys: Iterable[ApiKey], accounts: BudgetAccountAllocator) -> ApiKeyBudgets:
     """The budgets that keys have themselves, by their names. Equal ones are one object: each key has its own accounts
     there.
     """
@@ -337,12 +339,12 @@ class BudgetSet:
     def accounts(self, caller: Caller, wall_s: float) -> CallerCharges:
         """Those of the caller, of all budgets that apply."""
         budgets = self.budgets_for(caller)
-        windows = [one.open_window(wall_s) for one in budgets]
+        windows = [one.current_window(wall_s) for one in budgets]
         return CallerCharges(
             [
                 charge
                 for one in budgets
-                for charge in one.blank_charges(caller.tenant, caller.user, caller.api_key, wall_s)
+                for charge in one.charges_without_amounts(caller.tenant, caller.user, caller.api_key, wall_s)
             ],
             max((one.start_s for one in windows), default=-math.inf),
             min((one.end_s for one in windows), default=math.inf),

@@ -14,19 +14,19 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from extproc.admission.fairness import BandShares, TenantShares, make_policy
-from extproc.admission.flows import ORDERS, Flows
+from extproc.admission.flow_queues import ORDERS, Flows
 from extproc.admission.saturation import RECHECK_S, EndpointHeadroom, PrefillDecodeMasks, make_ceilings
-from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, Shed
+from extproc.refusals import NoEndpoint, QueueFull, QueueTimeout, Shed
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator
 
-    from extproc.admission.flows import FlowKey, QueuedRequest
-    from extproc.admission.limits import RequestUsage
-    from extproc.api.admission import Band, FlowControl
+    from extproc.admission.flow_queues import FlowKey, QueuedRequest
+    from extproc.admission.rate_limits import RequestUsage
+    from extproc.api.admission import FlowControl, PriorityBand
     from extproc.endpoints.table import Bools, EndpointTable
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
 
 # How far to search behind blocked requests for one that fits: flows, and requests in each flow.
 _FLOWS_EXAMINED: Final = 8
@@ -39,7 +39,7 @@ _MAX_RETRY_S: Final = 300.0
 class BandState:
     """A priority band: its configuration (``spec``), its flows, and the ``total_bytes`` of its waiting bodies."""
 
-    def __init__(self, index: int, spec: Band, control: FlowControl) -> None:
+    def __init__(self, index: int, spec: PriorityBand, control: FlowControl) -> None:
         self.index = index
         self.spec = spec
         self.bytes = 0
@@ -168,7 +168,7 @@ class FairQueue:
 
     def _find(self, capacity: EndpointHeadroom, now: float) -> tuple[QueuedRequest, Bools] | None:
         waiting = self._bands_waiting()
-        for index in waiting if self._control.sharing == "Strict" else self._shares.order(waiting):
+        for index in waiting if self._control.sharing == "Strict" else self._shares.order_bands(waiting):
             band = self.bands[index]
             if self.ceilings.is_open(index, capacity.saturation, now):
                 found = self._find_in(band, capacity, now)
@@ -255,7 +255,7 @@ class FlowControlGate:
         """How long a request that arrives now may wait: for room, or, without any endpoint, for the first one."""
         return self._timeout_s if len(self._table) else self._no_endpoint_timeout_s
 
-    def rows_available_now(self, queued: QueuedRequest, now: float) -> Bools | None:
+    def rows_for_immediate_dispatch(self, queued: QueuedRequest, now: float) -> Bools | None:
         """The endpoints that can take the request at once; None: it must wait. Raises Shed."""
         capacity = self._capacity(now)
         self._shed(queued, capacity, now)

@@ -410,7 +410,7 @@ class BandShares:
         floor = min((self._counters[other] for other in waiting), default=self._last_served)
         self._counters[band] = max(self._counters[band], floor)
 
-    def order(self, candidates: Iterable[int]) -> list[int]:
+    def order_bands(self, candidates: Iterable[int]) -> list[int]:
         """``candidates``, the band furthest below its share first."""
         return sorted(candidates, key=self._counters.__getitem__)
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.snapshot import cache_isolation_of
+from extproc.api.config_snapshot import cache_isolation_of
 from extproc.api.spec import namespace_of, object_key
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     ANONYMOUS,
     CLIENT,
     DEADLINE_MS,
@@ -34,8 +34,8 @@ from extproc.wire_protocol import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.model_server import ModelServerSpec
-    from extproc.api.snapshot import Snapshot
     from extproc.request.inference_request import InferenceRequest
 
 _MAX_TARGET_MS: Final = 86_400_000.0

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import SETTLED_BY_S, Bucket, BucketLevel, Limit, TablesByWindow
-from extproc.admission.budgets import BudgetAccounts
-from extproc.admission.limits import CHOSEN, MOST_NAMES, Charge, Grant
-from extproc.admission.refusals import limit_refusal
+from extproc.admission.budgets import BudgetAccountAllocator
+from extproc.admission.limit_refusals import limit_refusal
+from extproc.admission.rate_limits import CHOSEN, MOST_NAMES, Charge, Grant
+from extproc.admission.token_buckets import SETTLED_BY_S, Bucket, BucketLevel, BudgetWindowTables, Limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from extproc.admission.limits import RequestUsage
+    from extproc.admission.rate_limits import RequestUsage
 
 # Buckets kept. The least recently used is dropped first and starts full again.
 MAX_BUCKETS: Final = 100_000
@@ -36,14 +36,14 @@ class _NamedBucket(Bucket, kw_only=True):
 class LocalLimits:
     """The buckets in the memory of this process."""
 
-    def __init__(self, accounts: BudgetAccounts | None = None) -> None:
+    def __init__(self, accounts: BudgetAccountAllocator | None = None) -> None:
         """``accounts``: the callers that have buckets of budgets."""
-        self._accounts = BudgetAccounts() if accounts is None else accounts
+        self._accounts = BudgetAccountAllocator() if accounts is None else accounts
         self._buckets: OrderedDict[str, _NamedBucket] = OrderedDict()
         # of names that clients have chosen, by the prefix of the name: they can evict only their own kind
         self._chosen: OrderedDict[str, OrderedDict[str, _NamedBucket]] = OrderedDict()
         # of budgets: none is dropped before its window has ended, and requests that began in it have
-        self._budgets: TablesByWindow[dict[str, _NamedBucket]] = TablesByWindow(dict)
+        self._budgets: BudgetWindowTables[dict[str, _NamedBucket]] = BudgetWindowTables(dict)
         # of budgets, what running requests of other processes have reserved: by process and key
         self._reserved: dict[str, dict[str, tuple[Limit, float]]] = {}
         # how often levels have changed other than by inflow

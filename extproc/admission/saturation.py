@@ -29,7 +29,7 @@ from extproc.endpoints.table import Bools
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from extproc.admission.flows import QueuedRequest
+    from extproc.admission.flow_queues import QueuedRequest
     from extproc.api.admission import FlowControl, SaturationLimits
     from extproc.endpoints.table import EndpointTable, Floats
 

@@ -11,8 +11,8 @@ import msgspec
 from extproc.api.slo import ObjectiveName
 
 if TYPE_CHECKING:
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.slo import Slo
-    from extproc.api.snapshot import Snapshot
 
 
 class ObjectiveClass(msgspec.Struct, frozen=True):

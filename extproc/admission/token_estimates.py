@@ -50,11 +50,11 @@ class InputEstimate:
         self._stored: TokenQuantile | None = None
 
     @property
-    def stored_tokens(self) -> float:
+    def stored_prompt_tokens(self) -> float:
         """Tokens to reserve for a prompt that continues a stored one, which may be all of it."""
         return _INITIAL_TOKENS if self._stored is None else self._stored.tokens
 
-    def learn_stored(self, tokens: int) -> None:
+    def learn_stored_prompt(self, tokens: int) -> None:
         """Update that estimate from a prompt of ``tokens`` tokens, what was stored included."""
         if self._stored is None:
             self._stored = TokenQuantile()

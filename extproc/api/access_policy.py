@@ -14,8 +14,17 @@ import msgspec
 from extproc.api import spec as patterns
 from extproc.api.admission import CallerNames
 from extproc.api.authentication import Claim, ModelPattern
-from extproc.api.schema import suggest_similar
-from extproc.api.spec import API_VERSION, CelRule, DirectoryObject, Name, NonEmpty, Spec, namespace_of, object_key
+from extproc.api.schema_validation import suggest_similar
+from extproc.api.spec import (
+    API_VERSION,
+    CelRule,
+    DirectoryObject,
+    Name,
+    NonEmpty,
+    Spec,
+    namespace_of,
+    object_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -158,7 +158,7 @@ class SaturationSpec(Spec, frozen=True):
         )
 
 
-class Band(Spec, frozen=True):
+class PriorityBand(Spec, frozen=True):
     """Requests of a priority and above, up to the next band's.
 
     ``name``: in metrics. ``priority``: the lowest one of the band. ``share``: of the engines while all bands have
@@ -179,10 +179,10 @@ class Band(Spec, frozen=True):
 
 
 BANDS = (
-    Band(name="critical", priority=10, share=80),
-    Band(name="high", priority=1, share=15),
-    Band(name="standard", priority=0, share=4),
-    Band(name="best-effort", priority=-(2**31), share=1),
+    PriorityBand(name="critical", priority=10, share=80),
+    PriorityBand(name="high", priority=1, share=15),
+    PriorityBand(name="standard", priority=0, share=4),
+    PriorityBand(name="best-effort", priority=-(2**31), share=1),
 )
 
 
@@ -216,7 +216,7 @@ class FlowControl(Spec, frozen=True):
     # of the bodies that wait in all bands
     max_bytes: ByteSize = ByteSize("2Gi")
     bands: Annotated[
-        tuple[Band, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=list_map_keys("name"))
+        tuple[PriorityBand, ...], msgspec.Meta(min_length=1, max_length=16, extra_json_schema=list_map_keys("name"))
     ] = BANDS
     sharing: Literal["Guaranteed", "Strict"] = "Guaranteed"
     fairness: Fairness = "VirtualTokenCounter"

@@ -141,7 +141,7 @@ class VirtualKeys(Spec, frozen=True):
     secret: Name | None = None
 
 
-class SecretKey(Spec, frozen=True):
+class SecretKeyRef(Spec, frozen=True):
     """One value of a Secret in the same namespace. ``name``: the Secret's. ``key``: of its data."""
 
     name: Name
@@ -183,7 +183,7 @@ class JwtIssuer(Spec, frozen=True):
     issuer: NonEmpty
     jwks_file: NonEmpty | None = None
     jwks: Annotated[str, msgspec.Meta(min_length=1, max_length=1_000_000)] | None = None
-    jwks_secret: SecretKey | None = None
+    jwks_secret: SecretKeyRef | None = None
     remote_jwks: RemoteJwks | None = None
     audiences: Annotated[tuple[NonEmpty, ...], msgspec.Meta(max_length=32)] = ()
     # Accept tokens that were issued for other services, too.
@@ -202,7 +202,7 @@ class JwtIssuer(Spec, frozen=True):
         return f"JwtIssuer({self.name!r})"
 
 
-class CertificateName(Spec, frozen=True):
+class CertificateTenantPattern(Spec, frozen=True):
     """How client certificates name a tenant. ``name``: for people.
 
     ``field``: ``URI`` and ``DNS`` are alternative names, ``CommonName`` is of the subject. ``pattern``: the whole
@@ -243,7 +243,7 @@ class Authentication(Spec, frozen=True):
     virtual_keys: VirtualKeys | None = None
     jwt: Annotated[tuple[JwtIssuer, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("name"))] = ()
     client_certificates: Annotated[
-        tuple[CertificateName, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("name"))
+        tuple[CertificateTenantPattern, ...], msgspec.Meta(max_length=16, extra_json_schema=list_map_keys("name"))
     ] = ()
 
 
@@ -307,7 +307,7 @@ def check_tenants(tenants: Sequence[Tenant]) -> Iterator[Finding]:
         seen.add(one.name)
 
 
-def _check_certificate_name(named: CertificateName, path: Path) -> Iterator[Finding]:
+def _check_certificate_name(named: CertificateTenantPattern, path: Path) -> Iterator[Finding]:
     holes = _HOLE.findall(named.pattern)
     if any(one not in {"{tenant}", "{user}"} for one in holes) or len(set(holes)) != len(holes):
         yield (*path, "pattern"), "may have {tenant} and {user}, each once, and no other { or }"

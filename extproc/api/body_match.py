@@ -62,7 +62,7 @@ class TokenRange(Spec, frozen=True):
     at_most: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
-def check_body(given: Mapping[str, BodyCondition], path: Path) -> Iterator[Finding]:
+def check_body_conditions(given: Mapping[str, BodyCondition], path: Path) -> Iterator[Finding]:
     """Paths of fields, and conditions that can be met."""
     for name, one in given.items():
         if not _PATH.fullmatch(name):

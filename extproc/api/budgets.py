@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 import msgspec
 
 from extproc.api.admission import OTHERS_NAMED, CallerNames, Fraction, Tokens
-from extproc.api.calendars import WindowKind, parse_time_zone
+from extproc.api.calendar_windows import WindowKind, parse_time_zone
 from extproc.api.pricing import Currency
 from extproc.api.quantities import Money
 from extproc.api.spec import CelRule, Name, Spec, list_map_keys

@@ -14,13 +14,13 @@ import msgspec
 import xxhash
 
 from extproc.api.config_errors import ConfigInvalid, Mistake
-from extproc.api.decode import Object, decode
+from extproc.api.config_snapshot import Snapshot
+from extproc.api.document_decoder import Object, decode
+from extproc.api.document_kinds import DOCUMENT_KINDS
 from extproc.api.gateway_config import GatewayConfig, GatewayConfigSpec
 from extproc.api.key_store import KeyStore, with_virtual_keys
-from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.picker_config import PickerFile, accept_any_plugins
-from extproc.api.references import check_unique_names
-from extproc.api.snapshot import Snapshot
+from extproc.api.reference_checks import check_unique_names
 from extproc.api.status_pages import content_digest
 from extproc.api.yaml_documents import DirectoryObjects, Document, UnreadDocuments, split_documents
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from extproc.api.kinds import DocumentKind
+    from extproc.api.document_kinds import DocumentKind
     from extproc.api.picker_config import PickerCheck
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_pi
         if isinstance(one.object, PickerFile):
             if one.document.file in pickers:
                 second = "a second EndpointPickerConfig in this file; give each its own"
-                mistakes.extend(one.document.mistakes([((), second)]))
+                mistakes.extend(one.document.locate_mistakes([((), second)]))
             pickers[one.document.file] = one.object
             mistakes.extend(_of_picker(one.object, check_picker))
         elif one.object is not None:
@@ -190,11 +190,11 @@ def _check_together(kind: DocumentKind, found: DirectoryObjects) -> Iterator[Mis
     pairs = found.objects[kind.document]
     for document, one in pairs:
         for check in kind.references:
-            yield from document.mistakes(check(one, found))
+            yield from document.locate_mistakes(check(one, found))
     if not kind.second:
         yield from check_unique_names(pairs, kind.name)
     for document, _ in pairs[1:] if kind.second else ():
-        yield from document.mistakes([(("kind",), kind.second)])
+        yield from document.locate_mistakes([(("kind",), kind.second)])
 
 
 def _of_picker(file: PickerFile, check_picker: PickerCheck) -> Sequence[Mistake]:

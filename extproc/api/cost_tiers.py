@@ -21,7 +21,7 @@ _FOR_NONE: Final = "is for nobody in particular; write tenants or minPriority, o
 NO_CHOICE: Final = "tiers choose among two ModelServers or more; add a target with a positive weight"
 
 
-class TierClass(Spec, frozen=True):
+class TierOverrides(Spec, frozen=True):
     """What differs for some requests; fields that are left out are those of ``tiers``.
 
     ``tenants``: of these, by verified names. ``min_priority``: of this priority and above; both must match where both
@@ -56,7 +56,7 @@ class Tiers(Spec, frozen=True):
     tpot: Duration | None = None
     wait: Duration = Duration("0s")
     spill: Spill = "Up"
-    classes: Annotated[tuple[TierClass, ...], msgspec.Meta(max_length=16)] = ()
+    classes: Annotated[tuple[TierOverrides, ...], msgspec.Meta(max_length=16)] = ()
 
 
 def check_tiers(tiers: Tiers, path: Path, targets: int) -> Iterator[Finding]:
@@ -67,7 +67,7 @@ def check_tiers(tiers: Tiers, path: Path, targets: int) -> Iterator[Finding]:
     for at, one in classes:
         if not one.tenants and one.min_priority is None:
             yield at, _FOR_NONE
-    every: list[tuple[Path, Tiers | TierClass]] = [(path, tiers), *classes]
+    every: list[tuple[Path, Tiers | TierOverrides]] = [(path, tiers), *classes]
     for at, each in every:
         for field, objective in (("ttft", each.ttft), ("tpot", each.tpot)):
             if objective is not None and float(objective) == 0:

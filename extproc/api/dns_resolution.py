@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from extproc.api.config_loader import ConfigDirectory
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.http_route import Backend
     from extproc.api.model_server import ModelServer, ModelServerSpec, StaticEndpoint
-    from extproc.api.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from extproc.api.admission import CallerNames
 from extproc.api.authentication import Authentication, Tenant, check_authentication, check_tenants
 from extproc.api.budgets import Budgets, check_budgets
 from extproc.api.engine_connection import CertificateFiles
-from extproc.api.guards import GuardService, check_guards
+from extproc.api.guard_services import GuardService, check_guards
 from extproc.api.http_route import Cors, check_cors
 from extproc.api.match_patterns import check_response_header
 from extproc.api.model_server import CacheIsolation

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.addresses import parse_address
-from extproc.api.references import backend_key, backend_refs
+from extproc.api.reference_checks import backend_key, backend_refs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.model_server import ModelServer
     from extproc.api.picker_config import PickerFile
-    from extproc.api.snapshot import Snapshot
 
 # An Envoy that has refused its configuration never has the engine.
 _LONGEST_S: Final = 60.0

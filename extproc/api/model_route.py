@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 import msgspec
 
 from extproc.api.admission import Priority, RateLimit, check_limits
-from extproc.api.body_match import BodyCondition, TokenRange, check_body, check_range
+from extproc.api.body_match import BodyCondition, TokenRange, check_body_conditions, check_range
 from extproc.api.budgets import Budgets, check_budgets
 from extproc.api.cost_tiers import NO_CHOICE, Tiers, check_tiers
 from extproc.api.fallback import Fallback, FallbackRetry, check_fallbacks
-from extproc.api.guards import RouteGuard
+from extproc.api.guard_services import RouteGuard
 from extproc.api.match_patterns import check_header_name, compile_expression
 from extproc.api.mirror import IS_TARGET, Mirror, check_mirror
 from extproc.api.parameter_overrides import MostTokens, Parameters, check_parameters
@@ -138,7 +138,7 @@ class RouteRule(Spec, frozen=True):
         return self.model_match is not None and self.model_match.reads_body
 
     @property
-    def override_field(self) -> str:
+    def parameter_override_field(self) -> str:
         """Which of ``set`` and ``maxOutputTokens`` it has, or a target of it; empty: none."""
         holders: tuple[RouteRule | TargetModel, ...] = (self, *self.target_models)
         found = ["set"] if any(one.set_ for one in holders) else []
@@ -200,7 +200,7 @@ class ModelRouteSpec(Spec, frozen=True):
     cache: ResponseCache | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         """All that clients may ask for, the model's first."""
         return (*([] if self.model_name is None else [self.model_name]), *self.lora_adapters)
 
@@ -276,7 +276,7 @@ def check_matches(given: ModelMatch, path: Path) -> Iterator[Finding]:
         yield from check_header_name(header, (*path, "headers", header))
         yield from _check_match(match, (*path, "headers", header))
         yield from _check_header_values(match, (*path, "headers", header))
-    yield from check_body(given.body, (*path, "body"))
+    yield from check_body_conditions(given.body, (*path, "body"))
     yield from check_range(given.input_tokens, (*path, "inputTokens"))
     yield from check_range(given.output_tokens, (*path, "outputTokens"))
     if given.uri is not None:

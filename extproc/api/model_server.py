@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 ServingProtocol = Literal["OpenAI", "V1", "V2", "TensorFlow"]
-# The APIs of protocol OpenAI; ``extproc.wire_protocol`` has a row of each.
+# The APIs of protocol OpenAI; ``extproc.wire_names`` has a row of each.
 ServedApi = Literal[
     "ChatCompletions",
     "Completions",
@@ -529,7 +529,7 @@ class ModelServerSpec(Spec, frozen=True):
         return self.listed or ()
 
     @property
-    def accepts_translated(self) -> bool:
+    def accepts_translated_requests(self) -> bool:
         """Whether it may get requests that were translated."""
         return self.translation != "Never" and 0 < len({*TRANSLATABLE} & {*(self.apis or ())}) < len(TRANSLATABLE)
 
@@ -617,7 +617,7 @@ def _check_apis(spec: ModelServerSpec) -> Iterator[Finding]:
         yield ("spec", "apis"), f"are those of protocol OpenAI, and this one is {spec.protocol}; leave it out"
     if len(set(apis)) < len(apis):
         yield ("spec", "apis"), "names an API twice; write each once"
-    if spec.translation != "Never" and not spec.accepts_translated:
+    if spec.translation != "Never" and not spec.accepts_translated_requests:
         some = "none" if set(TRANSLATABLE).isdisjoint(apis) else "all"
         yield (
             ("spec", "translation"),

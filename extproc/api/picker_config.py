@@ -142,7 +142,7 @@ class PickerFile(msgspec.Struct, frozen=True):
 def reject_file_references(file: PickerFile) -> None:
     """For objects of a cluster, whose authors have no rights on the gateway's machine; raises ConfigInvalid."""
     message = "names a file of the gateway, which objects of a cluster may not; leave it out"
-    mistakes = file.document.mistakes([(path, message) for path, _ in file.referenced_files()])
+    mistakes = file.document.locate_mistakes([(path, message) for path, _ in file.referenced_files()])
     if mistakes:
         raise ConfigInvalid(mistakes)
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
 
 import msgspec
 
-from extproc.api.admission import Band, FlowControl, SaturationSpec
+from extproc.api.admission import FlowControl, PriorityBand, SaturationSpec
 from extproc.api.picker_config import BandSection, EndpointPickerConfig, FlowControlSection
 from extproc.api.quantities import ByteSize, Duration
-from extproc.api.schema import check_shape, suggest_similar
+from extproc.api.schema_validation import check_shape, suggest_similar
 from extproc.api.spec import NonEmpty
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _check_gates(config: EndpointPickerConfig) -> Iterator[Finding]:
             yield ("featureGates", index), f"there is no gate '{name}'; {advice}"
 
 
-def detector_name(config: EndpointPickerConfig) -> str:
+def saturation_detector_name(config: EndpointPickerConfig) -> str:
     """The name of the plugin that measures how full engines are: ``flowControl``'s before the older top-level one's."""
     section = config.flow_control
     named = (section.saturation_detector if section else None) or config.saturation_detector
@@ -181,7 +181,7 @@ class _Plugins:
     def __init__(self, config: EndpointPickerConfig) -> None:
         self._places = {one.effective_name: (index, one) for index, one in enumerate(config.plugins)}
         self.has_flow_control = feature_gates(config).get(FEATURE_GATE, False)
-        self._detector = detector_name(config)
+        self._detector = saturation_detector_name(config)
 
     def type_of(self, name: str) -> str:
         """The type of the plugin called ``name``."""
@@ -199,10 +199,10 @@ class _Plugins:
         return ConcurrencyParameters if is_concurrency else UtilizationParameters
 
 
-def _band(priority: int, band: BandSection, plugins: _Plugins) -> Band:
+def _band(priority: int, band: BandSection, plugins: _Plugins) -> PriorityBand:
     own = re.sub(r"[^a-z0-9]+", "-", band.priority_name.lower()).strip("-") if band.priority == priority else ""
     name = own or ("negative" if priority == _LOWEST else f"priority-{priority}")
-    return Band(
+    return PriorityBand(
         name=name,
         priority=priority,
         share=1.0,
@@ -334,7 +334,7 @@ class SoftReflectiveCeiling(msgspec.Struct, frozen=True, rename="camel", forbid_
         return msgspec.structs.replace(control, ceilings="SoftReflective")
 
 
-class AgentIdentity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class AgentSessionHeaders(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``agent-identity``: each session of an agent is a flow of its own in ``flowControl``.
 
     The first of these headers that a request has names its session: ``additionalSessionHeaders``,
@@ -363,7 +363,7 @@ POLICIES: Final[Mapping[str, type[StaticUsageLimit | PriorityHoldback | SoftRefl
 def check_usage_limits(config: EndpointPickerConfig) -> Iterator[Finding]:
     """The parameters of these plugins have the right shape, and the policy that is named is one."""
     for index, spec in enumerate(config.plugins):
-        cls = AgentIdentity if spec.type == AGENT_IDENTITY else POLICIES.get(spec.type)
+        cls = AgentSessionHeaders if spec.type == AGENT_IDENTITY else POLICIES.get(spec.type)
         if cls is not None:
             for place, message in check_shape(spec.parameters or {}, cls):
                 yield ("plugins", index, "parameters", *place), message
@@ -388,7 +388,7 @@ def with_usage_limits(
     for spec in config.plugins:
         if spec.type == AGENT_IDENTITY:
             control = msgspec.structs.replace(
-                control, flow_headers=msgspec.convert(spec.parameters or {}, AgentIdentity).headers
+                control, flow_headers=msgspec.convert(spec.parameters or {}, AgentSessionHeaders).headers
             )
     control = _with_bands(control, objectives)
     section = config.flow_control

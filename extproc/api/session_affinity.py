@@ -13,7 +13,7 @@ from extproc.api.spec import HEADER_OR_EMPTY
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 SESSION_PLUGINS: Final = frozenset(
     {"session-affinity-filter", "session-affinity-scorer", "multicluster-session-affinity-filter"}

@@ -48,12 +48,12 @@ LOADS_LABEL: Final = "attache.dev/tells-loads"
 REPORT_PATH = "/config"
 
 
-def next_notify_count(known: int) -> int:
+def next_notify_threshold(known: int) -> int:
     """Number of unfinished requests at which a watcher whose last line had ``known`` gets a new line at once."""
     return max(known + _MANY_MORE, known * _TIMES_AS_MANY)
 
 
-class ObjectiveCounts(msgspec.Struct, frozen=True, rename="camel"):
+class SloObjectiveCounts(msgspec.Struct, frozen=True, rename="camel"):
     """One objective of a class ``name``, as one process has seen it. ``target_s``: what requests are to take at most.
     ``share``: of the requests of the last ``window_s`` that are to meet it. ``excluded``: requests that did not count,
     since the process began. ``hours``: with hours since 1970, how many requests met it and missed it.

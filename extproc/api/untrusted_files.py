@@ -15,7 +15,7 @@ _LEAST_TOKEN_BYTES: Final = 16
 _MOST_TOKEN_BYTES: Final = 4096
 
 
-def open_regular(name: str | Path) -> BinaryIO:
+def open_regular_file(name: str | Path) -> BinaryIO:
     """A regular file, for reading. Raises OSError, also for a pipe, which is not waited for, and for a name that no
     file can have.
     """
@@ -32,7 +32,7 @@ def open_regular(name: str | Path) -> BinaryIO:
 
 def read_token(file: Path) -> bytes:
     """A secret that clients send in a header. Raises OSError, ValueError."""
-    with open_regular(file) as opened:
+    with open_regular_file(file) as opened:
         token = opened.read(_MOST_TOKEN_BYTES + 1).strip()
     # what a client can send in a header
     is_sendable = token.isascii() and token.decode().isprintable() and b" " not in token

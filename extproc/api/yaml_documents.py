@@ -168,7 +168,7 @@ class Document(msgspec.Struct, frozen=True):
     line: int = 1
     is_json: bool = False
 
-    def mistakes(self, findings: Iterable[Finding]) -> list[Mistake]:
+    def locate_mistakes(self, findings: Iterable[Finding]) -> list[Mistake]:
         """The first of ``findings``, each on the line of the nearest enclosing field that the document has."""
         found = list(islice(findings, _MAX_FINDINGS))
         lines = _lines(self) if found else {}

@@ -11,32 +11,32 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from extproc.admission.limits import RESOURCES
 from extproc.admission.local_limits import MAX_BUCKETS
+from extproc.admission.rate_limits import RESOURCES
 from extproc.api.addresses import parse_address, worker_addresses
 from extproc.api.budgets import budget_title
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import SnapshotLoader, load_directory, max_file_bytes
-from extproc.api.gateway_config import why_extproc_unreachable
-from extproc.api.kinds import DOCUMENT_KINDS
-from extproc.api.match_patterns import ANY_HOST, have_common_hosts
-from extproc.api.model_server import NO_ENCODE_STAGE, SIDECAR_CONNECTORS, TRANSLATABLE
-from extproc.api.picker_config import PICKER_KIND
-from extproc.api.references import backend_key, backend_refs
-from extproc.api.schema import suggest_similar
-from extproc.api.snapshot import (
+from extproc.api.config_snapshot import (
     failure_mode_of,
     file_descriptor_warnings,
     kv_event_source_count,
     scrape_interval_warnings,
     settings_enforced_by_extproc,
 )
+from extproc.api.document_kinds import DOCUMENT_KINDS
+from extproc.api.gateway_config import why_extproc_unreachable
+from extproc.api.match_patterns import ANY_HOST, have_common_hosts
+from extproc.api.model_server import NO_ENCODE_STAGE, SIDECAR_CONNECTORS, TRANSLATABLE
+from extproc.api.picker_config import PICKER_KIND
+from extproc.api.reference_checks import backend_key, backend_refs
+from extproc.api.schema_validation import suggest_similar
 from extproc.api.spec import is_attached
-from extproc.api.untrusted_files import open_regular
+from extproc.api.untrusted_files import open_regular_file
 from extproc.cli.common import descriptor_hard_limit, pluralize, print_mistakes
-from extproc.prefix import kv_events
+from extproc.prefix import kv_event_decoder
 from extproc.prefix.approximate_index import MOST_BLOCKS, MOST_BLOCKS_IN_ALL, max_blocks_per_endpoint
-from extproc.wire_protocol import LONGEST_MESSAGE_TIMEOUT_S, UNREAD_PROTOCOLS
+from extproc.wire_names import LONGEST_MESSAGE_TIMEOUT_S, UNREAD_PROTOCOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from extproc.api.admission import RateLimit
     from extproc.api.authentication import ApiKey, Authentication
     from extproc.api.budgets import Budget
-    from extproc.api.cost_tiers import TierClass, Tiers
+    from extproc.api.config_snapshot import Snapshot
+    from extproc.api.cost_tiers import TierOverrides, Tiers
     from extproc.api.model_route import ModelRouteSpec, RouteRule
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.picker_config import PickerCheck, PickerFile
     from extproc.api.slo import Slo
-    from extproc.api.snapshot import Snapshot
 
 # Of 128, some 40 are for the bundle's own files and endpoints.
 _MOST_WATCHED: Final = 80
@@ -120,7 +120,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *ineffective_objectives(snapshot),
             *cache_isolation_gaps(snapshot),
             *unusable_prefill_decode_pairs(snapshot),
-            *fields_without_effect_by_path(snapshot),
+            *ineffective_path_model_fields(snapshot),
             *too_many_watched_files(snapshot),
             *scrape_interval_warnings(snapshot),
             *file_descriptor_warnings(snapshot, descriptor_hard_limit()),
@@ -218,7 +218,7 @@ def _unrouted_adapters(snapshot: Snapshot) -> list[str]:
 
 def _unknown_models(snapshot: Snapshot) -> list[str]:
     """Models of tenants, keys and policies that no route serves: maybe misspelt, maybe yet to come."""
-    names = sorted({name for route in snapshot.routes for name in route.spec.names})
+    names = sorted({name for route in snapshot.routes for name in route.spec.model_names})
     return [
         f"no ModelRoute serves '{model}' of the {whose}; {suggest_similar(model, names)}"
         for whose, model in _named_models(snapshot)
@@ -326,7 +326,7 @@ def _named_files(snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
 def _problem_of(file: Path) -> str:
     """Why ``file`` cannot be read, empty if it can be."""
     try:
-        open_regular(file).close()
+        open_regular_file(file).close()
     except OSError as error:
         return str(error.strerror)
     return ""
@@ -342,9 +342,9 @@ class _InstalledPlugins:
         """Notes on parts of the file without effect here; raises ConfigInvalid with every mistake."""
         if self._check is None:
             # numpy, which plugins need, takes longer to load than the whole of this command
-            from extproc.llmd.picker_builder import InstalledPlugins  # noqa: PLC0415
+            from extproc.llmd.picker_builder import InstalledPluginChecker  # noqa: PLC0415
 
-            self._check = InstalledPlugins()
+            self._check = InstalledPluginChecker()
         return self._check(file)
 
 
@@ -435,11 +435,11 @@ def _rules_without_bodies(spec: ModelRouteSpec) -> Iterator[str]:
     for number, rule in enumerate(spec.rules):
         if rule.reads_body:
             yield f"rules[{number}].modelMatch never holds, as bodies are not read of"
-        if rule.override_field:
-            yield f"rules[{number}]: {rule.override_field} changes nothing, as bodies are not read of"
+        if rule.parameter_override_field:
+            yield f"rules[{number}]: {rule.parameter_override_field} changes nothing, as bodies are not read of"
 
 
-def fields_without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
+def ineffective_path_model_fields(snapshot: Snapshot) -> Iterator[str]:
     """Parts of ModelRoutes that need what is not read where the path names the model."""
     protocols = {server.metadata.key: server.spec.protocol for server in snapshot.servers}
     for route in snapshot.routes:
@@ -450,7 +450,7 @@ def fields_without_effect_by_path(snapshot: Snapshot) -> Iterator[str]:
             continue
         who, spec = f"ModelRoute {route.metadata.key}", route.spec
         in_paths = sorted(found & UNREAD_PROTOCOLS)
-        for name in spec.names if in_paths else ():
+        for name in spec.model_names if in_paths else ():
             if "/" in name or name in {".", ".."}:
                 yield f"{who}: '{name}' is no segment of a path, in which protocol {in_paths[0]} names it; rename it"
         if "OpenAI" in found:
@@ -628,12 +628,12 @@ def _fallback_notes(snapshot: Snapshot, targets: Sequence[ModelServerSpec], spec
         yield "has another streamUsage, so no stream without usage can go on to it; write the same"
     # all attempts have one body
     missing = [one for one in TRANSLATABLE if not _takes(spec, one) and any(_takes(own, one) for own in targets)]
-    if spec.accepts_translated and missing:
+    if spec.accepts_translated_requests and missing:
         yield (
             f"gets requests of {' and '.join(missing)} only if they go there at once: after an attempt elsewhere"
             " nothing is translated; add the APIs to its apis if its engines have them"
         )
-    if any(one.accepts_translated for one in targets):
+    if any(one.accepts_translated_requests for one in targets):
         yield "gets no request that was translated for a target of the rule, unless it goes there at once"
     default = snapshot.gateway.cache_isolation
     # a provider gets no salt
@@ -675,7 +675,7 @@ def _reached(leads: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def _tier_notes(rule: RouteRule, servers: Mapping[str, ModelServerSpec], without_queue: set[str]) -> Iterator[str]:
-    every: Sequence[Tiers | TierClass] = () if rule.tiers is None else (rule.tiers, *rule.tiers.classes)
+    every: Sequence[Tiers | TierOverrides] = () if rule.tiers is None else (rule.tiers, *rule.tiers.classes)
     for key, spec in servers.items():
         if not spec.pricing:
             yield f"ModelServer {key} has no price, and counts as the dearest; write pricing"
@@ -863,10 +863,11 @@ def undersized_prefix_indexes(snapshot: Snapshot) -> Iterator[str]:
 def undersized_kv_indexes(snapshot: Snapshot) -> Iterator[str]:
     """So many sources of KV events that less of each can be tracked than of a few."""
     sources = kv_event_source_count(snapshot.servers)
-    if kv_events.max_blocks_per_source(sources) < kv_events.MOST_BLOCKS:
+    blocks_of_each = kv_event_decoder.max_blocks_per_source(sources)
+    if blocks_of_each < kv_event_decoder.MOST_BLOCKS:
         yield (
-            f"{sources} ranks of engines publish KV events: a process tracks {kv_events.MOST_BLOCKS_IN_ALL} blocks, so"
-            f" {kv_events.max_blocks_per_source(sources)} of each; of engines with more it uses its own records;"
+            f"{sources} ranks of engines publish KV events: a process tracks {kv_event_decoder.MOST_BLOCKS_IN_ALL}"
+            f" blocks, so {blocks_of_each} of each; of engines with more it uses its own records;"
             " write larger blocks (--block-size), or serve a part of the models from another gateway"
         )
 

@@ -107,7 +107,7 @@ def _whole(answer: HTTPResponse, timeout_s: float) -> bytes:
     return b"".join(pieces)
 
 
-def printable(text: str) -> str:
+def to_printable(text: str) -> str:
     """Without what a terminal would obey, in names and errors that others have chosen; lines stay lines."""
     return replace_unprintable(text, keep="\n")
 

@@ -17,9 +17,9 @@ import msgspec
 
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.spec import qualified_key
-from extproc.cli.common import fetch_page, page_url, print_mistakes, printable
-from extproc.errors import Refusal
-from extproc.wire_protocol import CHAT_PATH
+from extproc.cli.common import fetch_page, page_url, print_mistakes, to_printable
+from extproc.refusals import Refusal
+from extproc.wire_names import CHAT_PATH
 
 if TYPE_CHECKING:
     from extproc.core.explanation import Explanation
@@ -93,13 +93,13 @@ def main(words: list[str], prog: str = "extproc explain") -> int:
     except OSError as error:
         # urllib wraps what the connection says
         message = f"nobody answers at {options.url}: {getattr(error, 'reason', error)}; {_ADVICE}"
-        print(printable(message), file=sys.stderr)
+        print(to_printable(message), file=sys.stderr)
         return 2
     # loads numpy: not for --help
     from extproc.core.explanation import to_text  # noqa: PLC0415
 
     text = msgspec.json.format(msgspec.json.encode(explanation)).decode() if options.json else to_text(explanation)
-    print(printable(text))
+    print(to_printable(text))
     return 0
 
 
@@ -118,9 +118,9 @@ def _refused(url: str, error: urllib.error.HTTPError) -> int:
     try:
         message = msgspec.json.decode(error.read(_MOST_ERROR_BYTES), type=_ErrorBody).error.message
     except (ValueError, RecursionError, OSError, http.client.HTTPException):
-        print(printable(f"nobody explains at {url} ({error.code} {error.reason}): {_ADVICE}"), file=sys.stderr)
+        print(to_printable(f"nobody explains at {url} ({error.code} {error.reason}): {_ADVICE}"), file=sys.stderr)
         return 2
-    print(printable(f"refused with {error.code}: {message}"), file=sys.stderr)
+    print(to_printable(f"refused with {error.code}: {message}"), file=sys.stderr)
     return 1
 
 

@@ -23,14 +23,14 @@ from extproc.replication.buses import RedisUnusable
 from extproc.runtime import app
 from extproc.runtime.app import GrpcTls, Settings
 from extproc.runtime.worker_settings import WorkerSettings
-from extproc.streams.context import GatewayOptions
+from extproc.streams.stream_dependencies import GatewayOptions
 from extproc.streams.tls import CertificateInvalid, TlsFiles, TlsRequirements
 
 if TYPE_CHECKING:
     import argparse
 
     from extproc.api.config_loader import ConfigSource
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 # Envoy checks every second who is healthy.
 _NOTICE_S: Final = 3.0

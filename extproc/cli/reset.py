@@ -15,7 +15,7 @@ import msgspec
 from extproc.api.addresses import parse_endpoint
 from extproc.api.spec import qualified_key
 from extproc.api.status_pages import RESET_PATH
-from extproc.cli.common import fetch_page, printable
+from extproc.cli.common import fetch_page, to_printable
 
 _TIMEOUT_S: Final = 5.0
 _closed: Final = msgspec.json.Decoder(list[str])
@@ -62,10 +62,10 @@ def main(words: list[str], prog: str = "extproc reset") -> int:
         reason = getattr(error, "reason", error)
         return _failed(f"no answer of {options.metrics}: {reason}; is extproc running there?")
     names = [one or f"the ModelServer {options.server}" for one in closed]
-    print(printable(f"closed: {', '.join(names)}" if names else "no breaker was open"))
+    print(to_printable(f"closed: {', '.join(names)}" if names else "no breaker was open"))
     return 0
 
 
 def _failed(text: str) -> int:
-    print(printable(text), file=sys.stderr)
+    print(to_printable(text), file=sys.stderr)
     return 2

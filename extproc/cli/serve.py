@@ -17,10 +17,10 @@ import msgspec
 
 from extproc.api.addresses import parse_address
 from extproc.api.config_errors import ConfigInvalid
+from extproc.api.config_snapshot import Snapshot
 from extproc.api.dns_resolution import AddressHoldTimes
 from extproc.api.gateway_config import GatewayConfigSpec
 from extproc.api.quantities import Duration
-from extproc.api.snapshot import Snapshot
 from extproc.api.spec import qualified_key
 from extproc.api.tracing import parse_otlp
 from extproc.api.untrusted_files import read_token

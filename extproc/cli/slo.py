@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.addresses import parse_endpoint
-from extproc.api.status_pages import SLO_PATH, ObjectiveCounts
-from extproc.cli.common import fetch_page, printable
+from extproc.api.status_pages import SLO_PATH, SloObjectiveCounts
+from extproc.cli.common import fetch_page, to_printable
 from extproc.cli.top_view import UNBOUNDED, format_table
 from extproc.metrics.slo_attainment import Attainment, merge_attainments
 
@@ -33,7 +33,7 @@ _HEADS: Final = (
     "BUDGET LEFT",
     "BURN RATE",
 )
-_decoder: Final = msgspec.json.Decoder(ObjectiveCounts)
+_decoder: Final = msgspec.json.Decoder(SloObjectiveCounts)
 # What a date can be.
 _LAST_S: Final = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 
@@ -74,13 +74,13 @@ def main(words: list[str], prog: str = "extproc slo") -> int:
     try:
         found = merge_attainments(one for page in pages for one in _read(page))
     except _Unread as error:
-        print(printable(f"{error}; is extproc running there?"), file=sys.stderr)
+        print(to_printable(f"{error}; is extproc running there?"), file=sys.stderr)
         return 2
     if not found:
         print("no ModelRoute has objectives; write slo in the spec of one")
         return 0
     wall_clock = time.time  # noqa: TID251 - an edge
-    print(printable("\n".join(render(found, now_s=wall_clock(), worst=options.worst))))
+    print(to_printable("\n".join(render(found, now_s=wall_clock(), worst=options.worst))))
     return int(any(one.budget_left <= 0 for one in found if one.missed_requests))
 
 
@@ -95,7 +95,7 @@ def _address(text: str) -> str:
     return address
 
 
-def _read(page: str) -> list[ObjectiveCounts]:
+def _read(page: str) -> list[SloObjectiveCounts]:
     """Raises _Unread."""
     try:
         text = fetch_page(f"http://{page}{SLO_PATH}", timeout_s=_TIMEOUT_S)

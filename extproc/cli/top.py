@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from extproc.api.addresses import parse_endpoint
 from extproc.api.quantities import Duration
 from extproc.api.status_pages import ConfigReport
-from extproc.cli.common import fetch_page, printable
+from extproc.cli.common import fetch_page, to_printable
 from extproc.cli.top_view import MODEL_MISSING, UNBOUNDED, MetricsSnapshot, render
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ def main(words: list[str], prog: str = "extproc top") -> int:
         made.error(str(error))
     try:
         for text in _pictures(pages, interval_s, options.tenants, is_live=not options.once):
-            shown = printable(text)
+            shown = to_printable(text)
             print(_CLEAR + _cropped(shown) if not options.once else shown, flush=True)
             if options.once:
                 break
     except _Unread as error:
-        print(printable(f"{error}; is extproc running there?"), file=sys.stderr)
+        print(to_printable(f"{error}; is extproc running there?"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 0

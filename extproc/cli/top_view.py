@@ -197,7 +197,7 @@ def engine_summary(states: list[EngineState]) -> str:
     )
 
 
-def unhealthy_engines(states: list[EngineState], *, wall_now_s: float, width: int) -> list[str]:
+def describe_unhealthy_engines(states: list[EngineState], *, wall_now_s: float, width: int) -> list[str]:
     """A paragraph for each engine that is not well, and an empty line; nothing if all are well."""
     lines: list[str] = []
     for one in states:
@@ -312,7 +312,7 @@ def render(
         *_refused_directory(now, width),
         *_failing_servers(now, width),
         *_wrong_models(now, width),
-        *unhealthy_engines(states, wall_now_s=wall_now_s, width=width),
+        *describe_unhealthy_engines(states, wall_now_s=wall_now_s, width=width),
         *_failing_plugins(now, rate, width),
         *engine_table(states, now, rate, width=width),
         *_answers(now, rate, width),

@@ -15,8 +15,8 @@ from extproc.api.quantities import Duration
 from extproc.cli.common import raise_descriptor_limit, set_process_name
 from extproc.listen_sockets import ListenFailed
 from extproc.logs import add_log_options, start_logging
-from extproc.runtime.translator import serve
-from extproc.wire_protocol import TRANSLATED_SOCKET, TRANSLATOR_SOCKET
+from extproc.runtime.api_translator import serve
+from extproc.wire_names import TRANSLATED_SOCKET, TRANSLATOR_SOCKET
 
 
 def parser(prog: str = "attache translate") -> argparse.ArgumentParser:

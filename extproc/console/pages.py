@@ -22,12 +22,12 @@ from aiohttp import web
 from yarl import URL
 
 from extproc.api.status_pages import CONSOLE_PATH
-from extproc.console.keys import keys_answer
+from extproc.console.api_keys import keys_answer
+from extproc.console.process_view import ConsoleInputs, ConsoleQuery, ProcessView, console_state
 from extproc.console.slo import objectives_answer
-from extproc.console.state import ConsoleInputs, ConsoleQuery, ProcessView, console_state
 from extproc.http_body import read_at_most
 from extproc.metrics.recent_requests import OPEN_S, RecentRequest
-from extproc.wire_protocol import USAGE_PATH
+from extproc.wire_names import USAGE_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence

@@ -13,7 +13,7 @@ from extproc.metrics.slo_attainment import merge_attainments
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from extproc.api.status_pages import ObjectiveCounts
+    from extproc.api.status_pages import SloObjectiveCounts
 
 _MOST: Final = 50
 _MOST_WORST: Final = 20
@@ -62,7 +62,7 @@ class ObjectivesAnswer(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def objectives_answer(
-    counts: Iterable[ObjectiveCounts], *, find: str, now_s: float, worker: int, workers: int
+    counts: Iterable[SloObjectiveCounts], *, find: str, now_s: float, worker: int, workers: int
 ) -> Generator[None, None, ObjectivesAnswer]:
     """``find``: a part of routes' or classes' names. Yields where others may have their turn."""
     hour, text = int(now_s // _HOUR_S), find.lower()

@@ -11,7 +11,7 @@ from extproc.core.peer_events import BreakerSnapshot
 from extproc.endpoints.breaker import BreakerState
 from extproc.endpoints.breaker_ranks import set_breaker
 from extproc.endpoints.health import EndpointHealth
-from extproc.errors import ServerFailing
+from extproc.refusals import ServerFailing
 
 if TYPE_CHECKING:
     import random
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MOST_KNOWN: Final = 10_000
 
 
-def draw_pass(pool: Pool, now: float, rng: random.Random) -> bool:
+def draw_breaker_pass(pool: Pool, now: float, rng: random.Random) -> bool:
     """Whether a request may go to the ModelServer, by the share that its breaker lets through."""
     breaker = pool.breaker
     return not breaker.generation or rng.random() < breaker.passing_share(now)
@@ -38,7 +38,7 @@ def may_probe(pool: Pool, now: float) -> bool:
 
 def check_server_breaker(pool: Pool, now: float, *, is_drawn: bool) -> None:
     """Raises ServerFailing if the ModelServer's breaker, which is not closed, does not let the request through.
-    ``draw_pass``: it may go beside the probe.
+    ``draw_breaker_pass``: it may go beside the probe.
     """
     breaker = pool.breaker
     if not len(pool.table):

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.admission.access import Authorizer
-from extproc.admission.guards import guards_by_route
 from extproc.admission.identity import CacheIsolation, IdentityResolver
-from extproc.admission.limits import Grant
+from extproc.admission.model_access import Authorizer
+from extproc.admission.rate_limits import Grant
+from extproc.admission.route_guards import guards_by_route
 from extproc.admission.slo_classes import ObjectiveTable
-from extproc.api.snapshot import kv_event_source_count, scrape_interval_factor
+from extproc.api.config_snapshot import kv_event_source_count, scrape_interval_factor
+from extproc.core.admission_pipeline import AdmissionPipeline
 from extproc.core.breakers import breakers_for_peers, merge_breakers, reset_breakers
-from extproc.core.capacity import load_fraction
 from extproc.core.demand import DemandMeter
 from extproc.core.dispatch import Dispatcher
 from extproc.core.effects import AskGuard, BreakerChanged, Broadcast, CacheStoreAttempted, Effect
 from extproc.core.fallback import FallbackPlanner
 from extproc.core.fallback_budget import FallbackBudgets
 from extproc.core.flow_control import AdmissionController
-from extproc.core.guards import GuardStopped
+from extproc.core.guard_decisions import GuardStopped
 from extproc.core.limit_accounting import NO_OTHERS, LimitAccounting, LimitLevelExchange
 from extproc.core.mirror import PercentMirrorSampler
 from extproc.core.orphaned_requests import OrphanedRequests, process_of_ticket
@@ -47,16 +47,16 @@ from extproc.core.peer_events import (
     RequestPrefilled,
     RequestStarted,
 )
-from extproc.core.pipeline import AdmissionPipeline
 from extproc.core.prefill_completion import PrefillCompletion
 from extproc.core.request_builder import RequestBuilder
 from extproc.core.request_record import BUNDLE, AdapterLoadResult, PrefillResult, RequestRecord
 from extproc.core.request_states import RequestEvent, RequestState
 from extproc.core.response_cache import CacheKey
-from extproc.core.running_requests import RunningRequests, endpoint_loads, loads_in_parts
+from extproc.core.running_requests import RunningRequests, endpoint_loads, endpoint_loads_by_pool
+from extproc.core.spare_capacity import load_fraction
 from extproc.endpoints.breaker import ProbeTurns
 from extproc.prefix.approximate_index import max_blocks_per_endpoint
-from extproc.prefix.kv_events import max_blocks_per_source
+from extproc.prefix.kv_event_decoder import max_blocks_per_source
 from extproc.routing.routing_table import RoutingTable
 from extproc.scheduling.picker_cache import make_picker_without_files, pickers_for
 from extproc.scheduling.pool import Pool
@@ -65,19 +65,19 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from extproc.admission.buckets import BucketLevel
     from extproc.admission.budget_recovery import RemainingBudgets
     from extproc.admission.slo_classes import ObjectiveClass
+    from extproc.admission.token_buckets import BucketLevel
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.payload_log import PayloadLog
-    from extproc.api.snapshot import Snapshot
     from extproc.api.status_pages import EndpointLoad, ProcessDemand
+    from extproc.core.admission_pipeline import Answer
     from extproc.core.effects import RequestEffect
     from extproc.core.explanation import Explanation
-    from extproc.core.guards import GuardFailed, GuardReply
+    from extproc.core.guard_decisions import GuardFailed, GuardReply
     from extproc.core.limit_accounting import MachineGrantLedger
     from extproc.core.orphaned_requests import OrphanedOutcome
     from extproc.core.peer_events import EventBatch
-    from extproc.core.pipeline import Answer
     from extproc.core.request_record import Arrival, GatewayProperties, Outcome, RequestHead, WorkResult
     from extproc.core.response_cache import AnswerStore, Kind
     from extproc.core.trace import Trace
@@ -220,9 +220,9 @@ class Core:
             self._rng,
             has_limits=self.admission.has_limits or bool(guards),
         )
-        self._mirrors.apply(self.builder)
+        self._mirrors.apply_config(self.builder)
         out = list[Effect]()
-        self._pipeline.apply(self.builder, guards, now, out)
+        self._pipeline.apply_config(self.builder, guards, now, out)
         return out
 
     def arrive(
@@ -244,13 +244,13 @@ class Core:
             f"{self._ticket_prefix}-{self._tickets:x}", arrival=arrival, arrived_at_s=now, wall_s=wall_s
         )
         record.attachment, record.wants_reasons, record.trace = attachment, wants_reasons, trace
-        record.begin_event(RequestEvent.ARRIVED)
+        record.begin_transition(RequestEvent.ARRIVED)
         out = list[Effect]()
         self._pipeline.choose_server(record, now, out)
-        self.meter.count_arrival(record, record.pending_arrival)
+        self.meter.count_arrival(record, record.arrival_before_dispatch)
         return self._pipeline.start_request(record, now, out), out
 
-    def load_for_caller(self, head: RequestHead, model: str, now: float) -> float | None:
+    def load_fraction_for_caller(self, head: RequestHead, model: str, now: float) -> float | None:
         """How full it is, from 0 to 1, where requests of the caller for ``model`` go; None: it may not know."""
         shown_to = self.snapshot.gateway.load_shown_to
         if not shown_to or self.builder.tenant_of(head) not in shown_to:
@@ -267,10 +267,10 @@ class Core:
             if isinstance(answer, Grant):
                 self._accounts.settle_grants((answer,), None, now, out)
             return None, out
-        record.begin_event(RequestEvent.ANSWERED)
+        record.begin_transition(RequestEvent.ANSWERED)
         return self._pipeline.resume(record, answer, now, out), out
 
-    def on_wall_clock(self, wall_s: float, now: float) -> None:
+    def align_with_wall_clock(self, wall_s: float, now: float) -> None:
         """Align prices and budget windows with the wall clock, which may jump. ``wall_s``: seconds since 1970."""
         self._accounts.wall_offset_s = wall_s - now
         self.admission.forget_ended_windows(wall_s)
@@ -304,7 +304,7 @@ class Core:
     def on_disconnect(self, ticket: str, now: float) -> list[Effect]:
         """The client of a request went away before it was answered: no engine gets it."""
         record, out = self._records.get(ticket), list[Effect]()
-        if record is None or not record.begin_event(RequestEvent.LEFT):
+        if record is None or not record.begin_transition(RequestEvent.LEFT):
             return out
         if record.run is None:
             self._pipeline.on_disconnect(record, now, out)
@@ -321,7 +321,7 @@ class Core:
     def on_stream_closed(self, ticket: str, now: float) -> list[Effect]:
         """The stream of a request is closed: its endpoint is free of it."""
         record, out = self._records.get(ticket), list[Effect]()
-        if record is None or not record.begin_event(RequestEvent.FINISHED):
+        if record is None or not record.begin_transition(RequestEvent.FINISHED):
             return out
         if record.run is None:
             self._pipeline.on_disconnect(record, now, out)
@@ -354,7 +354,7 @@ class Core:
         return out
 
     def _keep_answer(self, ticket: str, kind: Kind, body: bytes, now: float, out: list[Effect]) -> None:
-        awaited = self._caches.pop_awaited(ticket)
+        awaited = self._caches.pop_awaited_answer(ticket)
         if awaited is None:
             out.append(CacheStoreAttempted("", "unknown"))
             return
@@ -511,7 +511,7 @@ class Core:
         guard = self._pipeline.guard_of(arrival)
         return None if guard is None or guard.service is None else AskGuard(self._ticket_prefix, arrival, guard)
 
-    def apply_guard_reply(self, ask: AskGuard, answer: GuardReply | GuardFailed) -> tuple[Arrival, str]:
+    def preview_guard_reply(self, ask: AskGuard, answer: GuardReply | GuardFailed) -> tuple[Arrival, str]:
         """The request as it goes on, and what its guard said; nothing changes. Raises a Refusal."""
         try:
             found = self._pipeline.apply_guard_reply(ask.guard, ask.arrival, answer, [])
@@ -561,10 +561,10 @@ class Core:
         """The load that this process puts on each engine, by address."""
         return endpoint_loads(self._records.values(), self.pools.values())
 
-    def loads_in_parts(self) -> Iterator[dict[str, EndpointLoad]]:
+    def engine_loads_by_pool(self) -> Iterator[dict[str, EndpointLoad]]:
         """The same for ``merge_loads``, a pool at a time."""
-        return loads_in_parts(self._records.values(), self.pools.values())
+        return endpoint_loads_by_pool(self._records.values(), self.pools.values())
 
     def demand(self, now: float, *, began_at_s: float = 0.0) -> ProcessDemand:
         """Demand and load of each ModelServer, for autoscalers. ``began_at_s``: when the process began."""
-        return self.meter.page(self.pools, now, began_at_s=began_at_s)
+        return self.meter.process_demand(self.pools, now, began_at_s=began_at_s)

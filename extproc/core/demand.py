@@ -76,7 +76,7 @@ class DemandMeter:
 
     def begin_wait(self, record: RequestRecord, state: RequestState) -> None:
         """The request is held, in ``state`` from now on."""
-        meter, pool = record.meter, record.pending_arrival.pool
+        meter, pool = record.meter, record.arrival_before_dispatch.pool
         if meter is None:
             return
         server, awaits_engine = meter.server, state is RequestState.AWAITING_ENGINE
@@ -92,11 +92,11 @@ class DemandMeter:
         """By ModelServer: how many requests wait in ``state``, where any does."""
         return {name: count for name, one in self._servers.items() if one.waiting and (count := one.waiting_in(state))}
 
-    def page(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> ProcessDemand:
+    def process_demand(self, pools: Mapping[str, Pool], now: float, *, began_at_s: float = 0.0) -> ProcessDemand:
         """All of it. ``began_at_s``: when the process began."""
-        return self.page_of(dict(self.server_demands(pools, now)), now - began_at_s)
+        return self.process_demand_of(dict(self.server_demands(pools, now)), now - began_at_s)
 
-    def page_of(self, servers: dict[str, ServerDemand], age_s: float) -> ProcessDemand:
+    def process_demand_of(self, servers: dict[str, ServerDemand], age_s: float) -> ProcessDemand:
         """A page of ``servers``, with the next number. ``age_s``: since the process began."""
         self._sequence += 1
         return ProcessDemand(self._instance, self._sequence, age_s, servers)
@@ -121,7 +121,7 @@ class DemandMeter:
             return None
         return _counts(server, {address: _flight(one) for address, one in server.in_flight.items()}, now)
 
-    def idle_marker(self, pools: Mapping[str, Pool], name: str) -> object | None:
+    def activity_mark_if_idle(self, pools: Mapping[str, Pool], name: str) -> object | None:
         """A value that changes when this process has had a request for the server; None while it has one."""
         pool, server = pools.get(name), self._servers.get(name)
         if pool is None or (server is not None and server.is_busy):
@@ -225,7 +225,7 @@ def count_outcome(record: RequestRecord, run: DispatchedRequest, outcome: Outcom
 
 def _count_work(meter: ModelMeter, record: RequestRecord) -> float:
     """Its prefill work, if that is not counted yet; returns its uncached tokens."""
-    arrival, queued = record.pending_arrival, record.queued
+    arrival, queued = record.arrival_before_dispatch, record.queued
     caches = arrival.pool.caches
     if queued is not None:
         uncached, cached = queued.uncached_tokens, queued.most_cached_tokens

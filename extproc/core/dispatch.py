@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from extproc.admission.fair_queue import weighted_tokens
-from extproc.admission.flows import QueuedRequest
-from extproc.admission.limits import RequestUsage
+from extproc.admission.flow_queues import QueuedRequest
+from extproc.admission.rate_limits import RequestUsage
 from extproc.admission.slo_classes import ObjectiveTable
 from extproc.api.charged_tokens import ExpectedTokens
 from extproc.core.breakers import check_server_breaker
@@ -36,16 +36,16 @@ from extproc.core.request_states import WAITING, RequestEvent, RequestState
 from extproc.core.slo_verdicts import judge_client_left, judge_refusal
 from extproc.core.usage_log import milliseconds, usage_of_decision, usage_of_refusal
 from extproc.engines.engine_responses import PrefillResponse
-from extproc.errors import EngineStarting, NoEndpoint, Refusal
+from extproc.refusals import EngineStarting, NoEndpoint, Refusal
 from extproc.request.grpc_call import with_model_name
-from extproc.request.json_rewrite import has_plain_names, raw_top_level_fields, with_changes
+from extproc.request.json_rewrite import has_unambiguous_names, raw_top_level_fields, with_changes
 from extproc.request.multipart_form import read_form, with_fields
 from extproc.request.parameter_overrides import lowered_token_limits
 from extproc.request.prefill_protocols import BodyChanges
 from extproc.scheduling.cache_estimator import Prompt
 from extproc.scheduling.pool import PickConstraints
 from extproc.translate.directive import NAMES, TranslationDirective
-from extproc.wire_protocol import DEGRADED, SERVED_BY
+from extproc.wire_names import DEGRADED, SERVED_BY
 
 if TYPE_CHECKING:
     import random
@@ -172,9 +172,9 @@ class Dispatcher:
     def on_client_left(self, record: RequestRecord, now: float, out: list[Effect]) -> None:
         """The client did not wait for an engine."""
         self.remove_and_refund(record, now, out)
-        found = self.objectives_of(record.pending_arrival)
+        found = self.objectives_of(record.arrival_before_dispatch)
         if found is not None:
-            waited_s, is_streamed = now - record.arrived_at_s, record.pending_arrival.request.is_streamed
+            waited_s, is_streamed = now - record.arrived_at_s, record.arrival_before_dispatch.request.is_streamed
             out.append(RequestSloJudged(found, judge_client_left(found, waited_s, is_streamed=is_streamed)))
 
     def objectives_of(self, arrival: Arrival) -> ObjectiveClass | None:
@@ -186,7 +186,7 @@ class Dispatcher:
         """Answer the client with the reason why its request cannot be served."""
         self.remove_and_refund(record, now, out)
         count_refusal(record, is_for_want_of_engines=isinstance(refusal, NoEndpoint | EngineStarting))
-        arrival, usage = record.pending_arrival, None
+        arrival, usage = record.arrival_before_dispatch, None
         objectives = self.objectives_of(arrival)
         if objectives is not None:
             verdicts = judge_refusal(objectives, refusal, is_streamed=arrival.request.is_streamed)
@@ -198,7 +198,7 @@ class Dispatcher:
 
     def refuse_held(self, record: RequestRecord, refusal: Refusal, now: float, out: list[Effect]) -> None:
         """Refuse a held request that has waited too long, or gives way to another."""
-        record.begin_event(RequestEvent.GIVEN_UP)
+        record.begin_transition(RequestEvent.GIVEN_UP)
         out.append(self.refuse(record, refusal, now, out))
 
     def dispatch(
@@ -217,7 +217,7 @@ class Dispatcher:
         request has passed one. ``with_room``: by row, whether the endpoint has room; None: all have. ``expectation``:
         of its prompt, computed if not given.
         """
-        arrival = record.pending_arrival
+        arrival = record.arrival_before_dispatch
         request, pool = arrival.request, arrival.pool
         if pool.breaker.trips:
             check_server_breaker(pool, now, is_drawn=record.is_drawn)
@@ -336,7 +336,7 @@ class Dispatcher:
         """The request goes to the engine that answers. ``body``: in place of the client's, None for that. ``leg``:
         see RequestHistory. ``is_leased``, ``request_id``: see Decision.
         """
-        arrival = record.pending_arrival
+        arrival = record.arrival_before_dispatch
         run.expected = expected_tokens_of_dispatched(run, arrival.request)
         usage = None
         if self.logs_usage and not arrival.destination.is_copy:
@@ -420,7 +420,7 @@ def _pending(
     mirror: str,
 ) -> PendingDecision:
     """Before anything is counted. ``base``: see ``body_changes``. ``mirror``: see Decision."""
-    arrival, explanation = record.pending_arrival, None
+    arrival, explanation = record.arrival_before_dispatch, None
     if record.wants_reasons:
         explanation = explain_pick(
             considered,
@@ -438,7 +438,7 @@ def _pending(
 
 def _leg_of(record: RequestRecord, considered: UncommittedPick, base: BodyChanges) -> RemotePrefill | None:
     """The leg that extproc makes, None if it makes none."""
-    arrival = record.pending_arrival
+    arrival = record.arrival_before_dispatch
     protocol, row, table = arrival.pool.prefill_protocol, considered.pick.prefill_row, arrival.pool.table
     if protocol is None or row is None:
         return None
@@ -541,7 +541,7 @@ def count_remote_request(
     assignment, pins = counted
     run = DispatchedRequest(pool, assignment, pins, event.sent, now)
     record = RequestRecord(event.ticket, origin=origin, run=run)
-    record.begin_event(RequestEvent.STARTED_ELSEWHERE)
+    record.begin_transition(RequestEvent.STARTED_ELSEWHERE)
     record.set_state(RequestState.RUNNING, now)
     if gate is not None and event.flow is not None:
         # the flow has had this service, whichever process the request came to
@@ -636,7 +636,7 @@ def changed_body(arrival: Arrival, changes: BodyChanges) -> bytes | None:
             return None
         form = read_form(arrival.body, arrival.head.headers.get("content-type", ""))
         return with_fields(form, {name: str(value) for name, value in fields.items()}, without=dropped)
-    if not fields and not dropped and has_plain_names(arrival.body, request.contents):
+    if not fields and not dropped and has_unambiguous_names(arrival.body, request.contents):
         return arrival.body if arrival.is_changed else None
     return with_changes(arrival.body, fields, request.contents, without=dropped)
 

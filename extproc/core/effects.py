@@ -8,13 +8,13 @@ from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
-from extproc.admission.flows import QueuedRequest
-from extproc.admission.guards import Guard
-from extproc.admission.limits import NO_USAGE, Charge, Grant, RequestUsage
+from extproc.admission.flow_queues import QueuedRequest
+from extproc.admission.rate_limits import NO_USAGE, Charge, Grant, RequestUsage
+from extproc.admission.route_guards import RouteGuardConfig
 from extproc.admission.slo_classes import ObjectiveClass
 from extproc.api.usage_log import UsageContext, UsageLine
 from extproc.core.explanation import Explanation
-from extproc.core.guards import VERDICTS
+from extproc.core.guard_decisions import VERDICTS
 from extproc.core.peer_events import PeerEvent
 from extproc.core.request_record import (
     NO_WAITS,
@@ -29,7 +29,7 @@ from extproc.core.request_states import RequestState
 from extproc.core.slo_verdicts import AnswerLatencies, SloVerdict
 from extproc.endpoints.breaker import Breaker
 from extproc.endpoints.health import EngineFailure
-from extproc.errors import Refusal
+from extproc.refusals import Refusal
 from extproc.scheduling.pool import Assignment
 from extproc.translate.directive import TranslationDirective
 
@@ -143,7 +143,7 @@ class AskGuard(msgspec.Struct, frozen=True):
     state: ClassVar = RequestState.ASKING_GUARD
     ticket: str
     arrival: Arrival
-    guard: Guard
+    guard: RouteGuardConfig
 
 
 class GuardAnswered(msgspec.Struct, frozen=True):
@@ -181,7 +181,7 @@ class CacheStoreAttempted(msgspec.Struct, frozen=True):
     result: Literal["stored", "not_whole", "outdated", "unknown"]
 
 
-class AskTokens(msgspec.Struct, frozen=True):
+class AskPromptTokens(msgspec.Struct, frozen=True):
     """Ask for the prompt's tokens, then ``resume`` with them, or with None."""
 
     state: ClassVar = RequestState.ASKING_TOKENS
@@ -426,7 +426,7 @@ class WakeAt(msgspec.Struct, frozen=True):
 
 
 # What a request may have to wait for after ``arrive`` or ``resume``; held ones end with a Decision or Refused.
-Pending = AskLimits | AskGuard | AskTokens | RequestHeld
+Pending = AskLimits | AskGuard | AskPromptTokens | RequestHeld
 # The effect on the request itself of each of its steps: its answer, or what it waits for.
 RequestEffect = Decision | RequestRefused | Pending
 # What is done outside of the core for requests that wait or waited; ``on_result`` gets a WorkResult, if there is one.
@@ -439,7 +439,7 @@ Effect = (
     | GuardAnswered
     | CacheLookup
     | CacheStoreAttempted
-    | AskTokens
+    | AskPromptTokens
     | EngineNeeded
     | EngineStarted
     | Work

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from extproc.admission.refusals import amount_text
+from extproc.admission.limit_refusals import amount_text
 from extproc.api.budgets import budget_title
 from extproc.api.quantities import money_text
 from extproc.core.request_record import FallbackState
 from extproc.endpoints.health import NO_ANSWER, silent_after_s
 from extproc.routing.cost_tiers import cost_order
 from extproc.scheduling.adapter_placement import place_adapter, rows_of_mask, rows_that_can_load
-from extproc.wire_protocol import ANONYMOUS, REQUEST_ID, TENANT
+from extproc.wire_names import ANONYMOUS, REQUEST_ID, TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-    from extproc.admission.limits import Charge
+    from extproc.admission.rate_limits import Charge
     from extproc.core.request_record import Arrival, SloForecast, TierPlacement
     from extproc.core.trace import Trace
     from extproc.scheduling.picker import Reasons
@@ -105,7 +105,7 @@ class TierState(msgspec.Struct, frozen=True):
     why: str
 
 
-class ForecastState(msgspec.Struct, frozen=True):
+class SloForecastState(msgspec.Struct, frozen=True):
     """A class of objectives that refuses what is predicted to miss them. ``objective``: by which the first token is due
     after ``due_ms``. ``ttft_ms``: predicted where the request was routed to, None if unknown. ``why``: what follows.
     """
@@ -154,7 +154,7 @@ class Explanation(msgspec.Struct, frozen=True):
     tiers: tuple[TierState, ...] = ()
     # what the guard of its route said of it, in words; empty if it has none
     guard: str = ""
-    forecast: ForecastState | None = None
+    forecast: SloForecastState | None = None
     fallbacks: tuple[FallbackState, ...] = ()
     split: str = ""
     sets: tuple[str, ...] = ()
@@ -230,10 +230,10 @@ def sticky_split_of(arrival: Arrival) -> str:
     return f"of the targets of its rule, requests of its {what} go to {chosen}, which cannot have this one now"
 
 
-def describe_forecast(forecast: SloForecast) -> ForecastState:
+def describe_forecast(forecast: SloForecast) -> SloForecastState:
     """In words."""
     objectives = forecast.objectives
-    return ForecastState(
+    return SloForecastState(
         route=objectives.route,
         name=objectives.name,
         objective=forecast.objective,
@@ -244,7 +244,7 @@ def describe_forecast(forecast: SloForecast) -> ForecastState:
     )
 
 
-def _forecast_line(one: ForecastState) -> str:
+def _forecast_line(one: SloForecastState) -> str:
     ttft = "unknown" if one.ttft_ms is None else f"{one.ttft_ms:g} ms"
     due = f"{'its caller' if one.objective == 'deadline' else one.objective} allows {one.due_ms:g} ms"
     return f"  the class {one.name} of {one.route}: TTFT {ttft} is predicted, {due}; {one.why}"

@@ -25,7 +25,7 @@ from extproc.core.dispatch import (
     prompt_of,
 )
 from extproc.core.request_record import Attempts, FallbackExpectation, FallbackPlan, FallbackState, SentRequest
-from extproc.errors import Refusal
+from extproc.refusals import Refusal
 from extproc.request.json_rewrite import spans_of_fields
 from extproc.request.prefill_protocols import truncates_prompt
 from extproc.scheduling.pool import Assignment
@@ -65,12 +65,12 @@ class FallbackPlanner:
     """Which fallbacks are possible for a request."""
 
     def __init__(self, budgets: FallbackBudgets, *, rng: random.Random) -> None:
-        """``apply`` comes before anything else."""
+        """``apply_config`` comes before anything else."""
         self._builder: RequestBuilder
         self._budgets = budgets
         self._rng = rng
 
-    def apply(self, builder: RequestBuilder) -> None:
+    def apply_config(self, builder: RequestBuilder) -> None:
         """Follow the configuration."""
         self._builder = builder
         self._budgets.retain_only(builder.pools)
@@ -93,7 +93,7 @@ class FallbackPlanner:
         ``why``: it goes for this alone. ``is_drawn``: the breaker of its ModelServer lets it through beside the probe.
         ``suits``: those that are true can have it.
         """
-        arrival = record.pending_arrival
+        arrival = record.arrival_before_dispatch
         fallbacks, pool, waited_s = arrival.destination.fallbacks, arrival.pool, now - record.arrived_at_s
         if fallbacks is None or not record.attachment.is_bundle or arrival.adapter is not None:
             return None
@@ -110,7 +110,7 @@ class FallbackPlanner:
                 other = self._builder.move_to_fallback(arrival, one)
             except Refusal:
                 continue
-            is_let_in = breakers.may_probe(other.pool, now) or breakers.draw_pass(other.pool, now, self._rng)
+            is_let_in = breakers.may_probe(other.pool, now) or breakers.draw_breaker_pass(other.pool, now, self._rng)
             if is_let_in and not self._why_not(pool, other, fallbacks, now) and (suits is None or suits(other)):
                 return other
         return None
@@ -127,7 +127,7 @@ class FallbackPlanner:
         """All attempts of a request that is about to be sent; None if its rule has no fallbacks. ``base``, ``body``:
         for its own ModelServer, made if not given.
         """
-        arrival = record.pending_arrival
+        arrival = record.arrival_before_dispatch
         fallbacks = arrival.destination.fallbacks
         if fallbacks is None or not record.attachment.is_bundle:
             return None
@@ -195,7 +195,7 @@ class FallbackPlanner:
         self, record: RequestRecord, to: Destination, fallbacks: Fallbacks, base: BodyChanges, now: float
     ) -> FallbackExpectation | str:
         """What is known of the request at a fallback, or why that is not possible."""
-        arrival, attachment = record.pending_arrival, record.attachment
+        arrival, attachment = record.arrival_before_dispatch, record.attachment
         try:
             other = self._builder.move_to_fallback(arrival, to)
             why = self._why_not(arrival.pool, other, fallbacks, now) or _why_differing(base, other, attachment)

@@ -17,32 +17,32 @@ import msgspec
 from extproc.admission.budget_recovery import RemainingBudgets, UsageQuery, usage_queries
 from extproc.admission.budgets import (
     GATEWAY,
-    BudgetAccounts,
+    BudgetAccountAllocator,
     BudgetSet,
     CallerCharges,
     CompiledBudget,
     compile_key_budgets,
 )
 from extproc.admission.fair_queue import FlowControlGate
-from extproc.admission.flows import FlowKey, QueuedRequest
+from extproc.admission.flow_queues import FlowKey, QueuedRequest
 from extproc.admission.identity import Caller, read_name
-from extproc.admission.limits import ClientChosenNames, RequestUsage, RouteLimits, api_key_charges
 from extproc.admission.local_limits import LocalLimits
+from extproc.admission.rate_limits import ClientChosenNames, RequestUsage, RouteLimits, api_key_charges
 from extproc.admission.saturation import RECHECK_S, PrefillDecodeMasks
 from extproc.api.model_server import max_wait_by_field
 from extproc.api.spec import namespace_of
 from extproc.core.dispatch import prompt_of, server_removed_refusal
 from extproc.core.effects import Effect, RequestHeld, WakeAt, run_or_report_fault
 from extproc.core.request_states import RequestEvent, RequestState
-from extproc.errors import Refusal
+from extproc.refusals import Refusal
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from extproc.admission.limits import Charge
+    from extproc.admission.rate_limits import Charge
     from extproc.api.admission import FlowControl, KeyRateLimit
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.dispatch import Dispatcher
     from extproc.core.effects import Decision
     from extproc.core.request_builder import RequestBuilder
@@ -66,7 +66,7 @@ class AdmissionController:
     """The limits and budgets of all routes, and the gates of all servers with flow control."""
 
     def __init__(self, *, rng: random.Random) -> None:
-        self._budget_accounts = BudgetAccounts()
+        self._budget_accounts = BudgetAccountAllocator()
         self.limits = LocalLimits(self._budget_accounts)
         self.gates: dict[str, FlowControlGate] = {}
         # by route, of those that have limits
@@ -165,7 +165,7 @@ class AdmissionController:
         found = (group for one in (self.gateway_budgets, *self.budgets.values()) for group in one.budget_groups())
         return {id(group): group for group in found}.values()
 
-    def empty_remaining_budgets(self, query: UsageQuery, wall_s: float) -> RemainingBudgets:
+    def make_remaining_budgets(self, query: UsageQuery, wall_s: float) -> RemainingBudgets:
         """Nothing yet."""
         return RemainingBudgets(query, self.budgets_of_route, self._key_owners.get, wall_s)
 
@@ -184,7 +184,7 @@ class AdmissionController:
             return None
         return self.gates.get(arrival.pool.name)
 
-    def max_hold(self, record: RequestRecord, now: float) -> RequestHeld:
+    def make_held_effect(self, record: RequestRecord, now: float) -> RequestHeld:
         """The longest that the request is held from now on, for all that it may have to wait for.
 
         The gateway is sent this time when the request is first held. The request is answered by then (``answer_by_s``),
@@ -192,10 +192,10 @@ class AdmissionController:
         """
         longest_s = record.answer_by_s - now
         if longest_s == math.inf:
-            pool = record.pending_arrival.pool
+            pool = record.arrival_before_dispatch.pool
             gate = self.gates.get(pool.name)
             waits = max_wait_by_field(pool.spec, None if gate is None else gate.control)
-            if record.pending_arrival.adapter is None:
+            if record.arrival_before_dispatch.adapter is None:
                 waits.pop("adapterLoading", None)
             longest_s = sum(waits.values())
             record.answer_by_s = now + longest_s
@@ -213,7 +213,7 @@ class AdmissionController:
         """The request's entry for its server's queue. Time that it has waited elsewhere counts. ``arrival``: the
         request elsewhere.
         """
-        arrival = arrival or record.pending_arrival
+        arrival = arrival or record.arrival_before_dispatch
         pool, deadline_at_s = arrival.pool, now + _target_s(arrival)
         if record.answer_by_s < math.inf:
             deadline_at_s -= now - record.arrived_at_s
@@ -314,24 +314,26 @@ class QueueWaitStage:
 
     def admit(self, record: RequestRecord, now: float, out: list[Effect]) -> RequestHeld | Decision | None:
         """Hold the request at its server's gate, or let it through; None without a gate. Raises a Refusal."""
-        arrival = record.pending_arrival
+        arrival = record.arrival_before_dispatch
         gate, pool = self._admission.gate_for(arrival), arrival.pool
         if gate is None:
             return None
         expectation = pool.estimate_prompt(prompt_of(arrival, record.tokens), now)
         queued = record.queued = self._admission.queue_entry(record, gate, expectation, now)
         # those that have waited for an engine are sent by priority at the next tick, however much room it has
-        with_room = None if record.state is RequestState.AWAITING_ENGINE else gate.rows_available_now(queued, now)
+        with_room = (
+            None if record.state is RequestState.AWAITING_ENGINE else gate.rows_for_immediate_dispatch(queued, now)
+        )
         if with_room is not None:
             return self._dispatcher.dispatch(record, now, out, gate=gate, with_room=with_room, expectation=expectation)
         self._enqueue(record, queued, gate, now, out)
         out.append(WakeAt(now))
         # its engines or its adapter may leave before it is its turn
-        return self._admission.max_hold(record, now)
+        return self._admission.make_held_effect(record, now)
 
     def withdraw(self, record: RequestRecord, now: float) -> None:  # noqa: ARG002 - as other waits
         """The request does not wait here any more."""
-        gate = self._admission.gates.get(record.pending_arrival.pool.name)
+        gate = self._admission.gates.get(record.arrival_before_dispatch.pool.name)
         if gate is not None:
             gate.withdraw(record.ticket)
         if record.ticket in self._freed:
@@ -341,7 +343,7 @@ class QueueWaitStage:
         """After a change of configuration: those whose gate is gone wait at the new one, or go, or are refused."""
         before, self._gates = self._gates, self._admission.gates
         for record in [one for one in self._records.values() if one.state is RequestState.QUEUED]:
-            pool = record.pending_arrival.pool
+            pool = record.arrival_before_dispatch.pool
             gate = self._gates.get(pool.name)
             if builder.pools.get(pool.name) is not pool:
                 self.withdraw(record, now)
@@ -387,7 +389,7 @@ class QueueWaitStage:
         if before is not None:
             entry = msgspec.structs.replace(entry, arrived_at_s=before.arrived_at_s)
         try:
-            with_room = gate.rows_available_now(entry, now)
+            with_room = gate.rows_for_immediate_dispatch(entry, now)
         except Refusal:
             return None
         return None if with_room is None else (entry, with_room)
@@ -414,5 +416,5 @@ class QueueWaitStage:
 
     def _release(self, ticket: str, with_room: Bools | None, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]
-        record.begin_event(RequestEvent.GRANTED)
+        record.begin_transition(RequestEvent.GRANTED)
         self._proceed(record, with_room, now, out)

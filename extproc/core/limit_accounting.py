@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from extproc.admission.buckets import BucketLevel, Limit, Reservation, TablesByWindow
 from extproc.admission.budgets import ALONE
-from extproc.admission.limits import Grant
 from extproc.admission.local_limits import MOST_LEVELS
+from extproc.admission.rate_limits import Grant
+from extproc.admission.token_buckets import BucketLevel, BudgetWindowTables, Limit, Reservation
 from extproc.core.effects import Broadcast, ChargeSharedStore, Effect, SettleGrant, SoftBudgetPassed
 from extproc.core.peer_events import AskLimitLevels, LimitLevels, LimitSpent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from extproc.admission.limits import Charge, RequestUsage
     from extproc.admission.local_limits import LocalLimits
+    from extproc.admission.rate_limits import Charge, RequestUsage
     from extproc.core.request_record import RequestRecord
 
 # Requests for levels, one with each of the first heartbeats; a process that is alone gets no answer.
@@ -97,7 +97,7 @@ class LimitAccounting:
         # processes arrive
         self._sharers = 1
         # whose passing of a budget's soft share was reported, by the end of its window
-        self._passed: TablesByWindow[set[str]] = TablesByWindow(set)
+        self._passed: BudgetWindowTables[set[str]] = BudgetWindowTables(set)
         # by which the wall clock is ahead of the times of events
         self.wall_offset_s = 0.0
 

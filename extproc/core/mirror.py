@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.core.capacity import has_capacity
+from extproc.core.spare_capacity import has_capacity
 
 if TYPE_CHECKING:
     import random
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from extproc.core.request_builder import RequestBuilder
     from extproc.core.request_record import Arrival, GatewayProperties
     from extproc.scheduling.pool import Pool, UncommittedPick
-    from extproc.wire_protocol import Api
+    from extproc.wire_names import Api
 
 
 class PercentMirrorSampler:
     """Draws copies."""
 
     def __init__(self, *, rng: random.Random) -> None:
-        """``apply`` comes before anything else."""
+        """``apply_config`` comes before anything else."""
         self._builder: RequestBuilder
         self._rng = rng
 
-    def apply(self, builder: RequestBuilder) -> None:
+    def apply_config(self, builder: RequestBuilder) -> None:
         """Follow the configuration."""
         self._builder = builder
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.admission.identity import Caller
-from extproc.admission.limits import NO_USAGE, RequestUsage
+from extproc.admission.rate_limits import NO_USAGE, RequestUsage
 from extproc.api.charged_tokens import expected_tokens_of, used_tokens
 from extproc.api.pricing import cost_micros
 from extproc.api.usage_log import UsageContext

@@ -20,7 +20,7 @@ from extproc.endpoints.breaker_ranks import breaker_key, set_breaker
 from extproc.endpoints.engine_reports import apply_report, record_latency
 from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.in_flight import finish_prefill
-from extproc.endpoints.learned_speeds import learn_prefill_rate, learn_service_time, typical_rate
+from extproc.endpoints.learned_speeds import learn_prefill_rate, learn_service_time, typical_prefill_rate
 from extproc.endpoints.outliers import mostly_fails, record_bad_answer, record_good_answer
 from extproc.engines.engine_responses import is_engine_error
 from extproc.prefix.approximate_index import ConversationTurn
@@ -139,7 +139,7 @@ def _release(run: DispatchedRequest) -> None:
     table, first = run.pool.table, run.assignment.endpoint
     if first.passed.ticket and table.is_current(first):
         breaker = table.breakers[first.row]
-        if breaker.is_current(first.passed, run.sent_at_s):
+        if breaker.is_current_result(first.passed, run.sent_at_s):
             set_breaker(table, first.row, breaker.without_probe_lease(first.passed.ticket))
 
 
@@ -147,7 +147,7 @@ def release_untried_probes(run: DispatchedRequest) -> None:
     """The request has reached none of its engines: those that come next may be the probes that it was."""
     _release(run)
     breaker, passed = run.pool.breaker, run.assignment.passed
-    if passed.ticket and breaker.is_current(passed, run.sent_at_s):
+    if passed.ticket and breaker.is_current_result(passed, run.sent_at_s):
         run.pool.breaker = breaker.without_probe_lease(passed.ticket)
 
 
@@ -160,7 +160,7 @@ def _count_at_server(
     """
     pool, passed = run.pool, run.assignment.passed
     breaker, health = pool.breaker, pool.health
-    if not breaker.is_current(passed, run.sent_at_s):
+    if not breaker.is_current_result(passed, run.sent_at_s):
         return
     is_passed_over = failure is EngineFailure.PASSED_OVER
     rejects = outcome.status == _INTERNAL and pool.spec.protocol != "OpenAI"
@@ -333,7 +333,7 @@ def _count(
     pool, health, breaker = run.pool, run.pool.table.healths[row], run.pool.table.breakers[row]
     if failure is None and run.is_on_time and not run.is_part:
         _learn_duration(run, now)
-    if not breaker.is_current(passed, run.sent_at_s):
+    if not breaker.is_current_result(passed, run.sent_at_s):
         return
     if failure is None:
         record_good_answer(pool.table, row, now=now, tenant=run.sent.tenant)
@@ -475,7 +475,7 @@ def update_estimates(run: DispatchedRequest, outcome: Outcome, now: float, *, is
     _learn_output(run, outcome, is_ours=is_ours)
     _learn_bytes_per_token(run, outcome, has_limits=has_limits)
     if run.has_stored_prompt and run.input_estimate is not None and outcome.prompt_tokens is not None:
-        run.input_estimate.learn_stored(outcome.prompt_tokens)
+        run.input_estimate.learn_stored_prompt(outcome.prompt_tokens)
     _learn_turn(run, outcome)
     if outcome.served != run.assignment.endpoint.address:
         return
@@ -585,7 +585,7 @@ def _learn_rate(run: DispatchedRequest, outcome: Outcome) -> None:
         uncached = outcome.prompt_tokens - cached
     own = cost.prefill_work(uncached, cached)
     rate = float(pool.table.prefill_rate[row])
-    seconds = (outcome.ttfb_s - ahead / rate) * rate / typical_rate(pool.table)
+    seconds = (outcome.ttfb_s - ahead / rate) * rate / typical_prefill_rate(pool.table)
     cost.learn(uncached=uncached, cached=cached, seconds=seconds, share=own / (own + ahead + 1.0))
     tokens_ahead = ahead + own + cost.overhead
     learn_prefill_rate(pool.table, row, tokens_ahead=tokens_ahead, ttft_s=outcome.ttfb_s)
@@ -638,6 +638,6 @@ def _learn_prefix(run: DispatchedRequest, outcome: Outcome) -> None:
         index.on_confirmed_prediction(endpoint.row)
         expected = assignment.cached_tokens - assignment.indexed_tokens
         if not assignment.is_precise and expected >= _TOLERATED_TOKENS:
-            index.turns.learn(expected=expected, found=reported - assignment.indexed_tokens)
+            index.turns.learn_answer_share(expected=expected, found=reported - assignment.indexed_tokens)
     elif run.sent_at_s - assignment.last_used_at_s > _PREFILL_GRACE_S + 2 * pool.typical_ttft_s:
         index.on_missed_prediction(endpoint.row, assignment.last_used_at_s)

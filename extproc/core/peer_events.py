@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from extproc.admission.buckets import BucketLevel, Limit
-from extproc.admission.flows import FlowKey
+from extproc.admission.flow_queues import FlowKey
+from extproc.admission.token_buckets import BucketLevel, Limit
 from extproc.api.config_errors import one_line
 from extproc.core.request_record import Outcome, SentRequest
 from extproc.endpoints.adapter_slots import Change

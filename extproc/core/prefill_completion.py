@@ -31,7 +31,7 @@ from extproc.core.effects import (
 )
 from extproc.core.peer_events import RequestPrefilled
 from extproc.core.remote_prefill import (
-    JudgedPrefill,
+    PrefillVerdict,
     RemotePrefill,
     end_remote_prefill,
     judge_prefill,
@@ -42,7 +42,7 @@ from extproc.core.remote_prefill import (
 from extproc.core.request_record import PrefillLegResult
 from extproc.core.request_states import IN_FLIGHT, RequestEvent, RequestState
 from extproc.core.usage_log import client_left_line
-from extproc.errors import InternalError, NoEndpoint, PrefillFailed, PrefillRefused, Refusal
+from extproc.refusals import InternalError, NoEndpoint, PrefillFailed, PrefillRefused, Refusal
 from extproc.scheduling.pool import DecodeTarget
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class PrefillCompletion:
             # its client left meanwhile
             return
         run, (asked, pending) = record.run, self._dispatcher.legs.pop(record.ticket)
-        record.begin_event(RequestEvent.GRANTED)
+        record.begin_transition(RequestEvent.GRANTED)
         took_s, group = now - record.since_s, run.pool.spec.pd_group
         judged = _judge(asked, result, now, out, lease_s=0.0 if group is None else float(group.lease))
         is_done, is_served = judged.outcome == "prefilled", pools.get(run.pool.name) is run.pool
@@ -127,7 +127,7 @@ class PrefillCompletion:
                 self._ask_next(record, then, pending, now, out)
                 return
             if go_elsewhere is not None:
-                self._running.leave_engines(record, run, now, out)
+                self._running.release_for_move(record, run, now, out)
                 go_elsewhere()
                 return
             if refusal is None:
@@ -220,16 +220,16 @@ class PrefillCompletion:
 
 def _judge(
     asked: RemotePrefill, result: PrefillResult, now: float, out: list[Effect], *, lease_s: float = 0.0
-) -> JudgedPrefill:
+) -> PrefillVerdict:
     judge = partial(judge_prefill, asked, result, age_s=now - result.answered_at_s, lease_s=lease_s)
-    return run_or_report_fault(out, "the answer to a prefill could not be used", judge) or JudgedPrefill("unreadable")
+    return run_or_report_fault(out, "the answer to a prefill could not be used", judge) or PrefillVerdict("unreadable")
 
 
 def _decode_of(
     record: RequestRecord, run: DispatchedRequest, now: float, out: list[Effect], *, is_prefilled: bool
 ) -> DecodeTarget:
     """Where the answer comes from: no decode engine has had the request yet."""
-    arrival, pool = record.pending_arrival, run.pool
+    arrival, pool = record.arrival_before_dispatch, run.pool
     place = partial(
         pool.decode_target,
         run.assignment,
@@ -244,7 +244,7 @@ def _decode_of(
 
 
 def _next_of(
-    record: RequestRecord, asked: RemotePrefill, judged: JudgedPrefill, now: float, out: list[Effect]
+    record: RequestRecord, asked: RemotePrefill, judged: PrefillVerdict, now: float, out: list[Effect]
 ) -> NextPrefillAttempt | None:
     """After a failure; None: ``onPrefillFailure`` decides, or there is no need."""
     if judged.outcome in {"prefilled", "refused"} or now >= record.answer_by_s:
@@ -261,7 +261,7 @@ def _next_of(
 
 
 def _refusal_of(
-    run: DispatchedRequest, judged: JudgedPrefill, result: PrefillResult, event: RequestPrefilled
+    run: DispatchedRequest, judged: PrefillVerdict, result: PrefillResult, event: RequestPrefilled
 ) -> Refusal | None:
     """Why the request cannot go on; None: it can."""
     group = run.pool.spec.pd_group

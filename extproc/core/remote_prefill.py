@@ -44,7 +44,7 @@ from extproc.request.prefill_protocols import (
     sglang_abort_bodies,
     why_body_not_disaggregated,
 )
-from extproc.wire_protocol import REQUEST_ID
+from extproc.wire_names import REQUEST_ID
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -197,7 +197,7 @@ def attempt_timeout_s(left_s: float, expected_s: float | None) -> float:
     return left_s if left_for_another_s < expected_s else min(left_for_another_s, _PATIENCE_S + _PATIENCE * expected_s)
 
 
-class JudgedPrefill(msgspec.Struct, frozen=True):
+class PrefillVerdict(msgspec.Struct, frozen=True):
     """What a prefill engine's answer means. ``body``: for the decode engine, None for the one without a prefill.
     ``tokens``: of the prompt, as the engine reports them.
     """
@@ -208,34 +208,34 @@ class JudgedPrefill(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-def judge_prefill(leg: RemotePrefill, result: PrefillResult, *, age_s: float, lease_s: float) -> JudgedPrefill:
+def judge_prefill(leg: RemotePrefill, result: PrefillResult, *, age_s: float, lease_s: float) -> PrefillVerdict:
     """``age_s``: of the answer."""
     if result.failure or result.status != 200:
         return _judge_failure(result)
     try:
         answer = parse_prefill_response(result.body)
     except UnreadableResponse as error:
-        return JudgedPrefill("unreadable", detail=str(error))
+        return PrefillVerdict("unreadable", detail=str(error))
     if leg.protocol.is_beside:
-        return JudgedPrefill("prefilled", tokens=answer)
+        return PrefillVerdict("prefilled", tokens=answer)
     if leg.protocol.has_lease and age_s > _LEASE_SHARE * lease_s:
-        return JudgedPrefill("expired", tokens=answer, detail=f"it is {age_s:.3g} s old, of a lease of {lease_s:g} s")
+        return PrefillVerdict("expired", tokens=answer, detail=f"it is {age_s:.3g} s old, of a lease of {lease_s:g} s")
     body = leg.decode_body(answer, result.engine_id)
     if body is None:
-        return JudgedPrefill("no_parameters", detail="the answer ended early, or the engine has another connector")
-    return JudgedPrefill("prefilled", body, answer)
+        return PrefillVerdict("no_parameters", detail="the answer ended early, or the engine has another connector")
+    return PrefillVerdict("prefilled", body, answer)
 
 
-def _judge_failure(result: PrefillResult) -> JudgedPrefill:
+def _judge_failure(result: PrefillResult) -> PrefillVerdict:
     if result.failure:
-        return JudgedPrefill(result.failure, detail=result.detail)
+        return PrefillVerdict(result.failure, detail=result.detail)
     message = error_message(result.body)
     if result.status >= 400 and not is_engine_error(result.status):
-        return JudgedPrefill("refused", detail=message)
-    return JudgedPrefill("error", detail=f"{result.status} {message}")
+        return PrefillVerdict("refused", detail=message)
+    return PrefillVerdict("error", detail=f"{result.status} {message}")
 
 
-def prefill_outcome(judged: JudgedPrefill, result: PrefillResult, address: str, took_s: float) -> Outcome | None:
+def prefill_outcome(judged: PrefillVerdict, result: PrefillResult, address: str, took_s: float) -> Outcome | None:
     """As of a request that the prefill engine alone has answered; None: nothing is learned of it."""
     if judged.outcome in {"not_asked", "left"}:
         return None

@@ -10,23 +10,23 @@ from urllib.parse import unquote
 
 import msgspec
 
-from extproc.admission.access import AccessRequest, Authorizer
 from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Caller, Subject
+from extproc.admission.model_access import AccessRequest, Authorizer
 from extproc.api.spec import STEPS_LISTENER
 from extproc.core.request_record import AllowedTargets, Arrival, RequestHead
 from extproc.core.usage_log import usage_of_unrouted_refusal
-from extproc.errors import (
+from extproc.refusals import (
     BadRequest,
     MethodNotAllowed,
     ModelNotAllowed,
+    ModelRepositoryRefused,
     NoEndpoint,
     Refusal,
-    RepositoryRefused,
-    SteeringRefused,
+    ReservedFieldRefused,
     UnknownModel,
     UnknownPath,
 )
-from extproc.request.body_parser import api_by_body, missing_body_refusal, parse_body, steering_fields_of_unread
+from extproc.request.body_parser import api_by_body, missing_body_refusal, parse_body, steering_fields_of_unread_body
 from extproc.request.grpc_call import api_of_call, check_headers, read_call, refuse_repository_call
 from extproc.request.inference_request import STEERING_FIELDS, InferenceRequest, ModelPath, missing_model_refusal
 from extproc.request.json_rewrite import raw_top_level_fields, with_changes
@@ -35,7 +35,7 @@ from extproc.request.parameter_overrides import Overrides, override_changes
 from extproc.routing.mirror import read_directive
 from extproc.routing.routing_table import Destination, RoutingTable, RuleSettings
 from extproc.translate.directive import translation_target_api
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     APIS_BY_CALL,
     APIS_BY_PATH,
     MIRROR,
@@ -47,7 +47,7 @@ from extproc.wire_protocol import (
     UNREAD_PROTOCOLS,
     Api,
     api_of_path,
-    paths_of,
+    paths_of_apis,
 )
 
 if TYPE_CHECKING:
@@ -417,7 +417,7 @@ class RequestBuilder:
             is_streamed=False,
             stream_options={},
             max_output_tokens=None,
-            internal_fields=steering_fields_of_unread(body),
+            internal_fields=steering_fields_of_unread_body(body),
         )
         return self._direct(request, server, head, body)
 
@@ -628,14 +628,14 @@ def _takes(spec: ModelServerSpec, api: Api | None) -> bool:
 
 
 def _engine_api(spec: ModelServerSpec, api: Api | None) -> Api | None:
-    return translation_target_api(api, spec.apis or ()) if spec.accepts_translated else None
+    return translation_target_api(api, spec.apis or ()) if spec.accepts_translated_requests else None
 
 
 def api_not_served_refusal(request: InferenceRequest, spec: ModelServerSpec, head: RequestHead) -> UnknownPath:
     """The refusal of a request of an API that its ModelServer does not have."""
     return UnknownPath(
         f"'{request.model[:_SHOWN_CHARACTERS]}' is not served under {head.path[:_SHOWN_CHARACTERS]};"
-        f" write to {', '.join(paths_of(spec.apis or ()))}."
+        f" write to {', '.join(paths_of_apis(spec.apis or ()))}."
     )
 
 
@@ -644,10 +644,10 @@ def _protocol_of(request: InferenceRequest) -> str:
 
 
 def refuse_repository_path(path: str) -> None:
-    """Raise RepositoryRefused for the verbs by which engines load and unload models, which the controller does."""
+    """Raise ModelRepositoryRefused for the verbs by which engines load and unload models, which the controller does."""
     # an engine decodes the path once
     if _REPOSITORY.search(unquote(path)):
-        raise RepositoryRefused(
+        raise ModelRepositoryRefused(
             "Clients cannot list, load or unload the models of an engine; ask for the model that you want to use."
         )
 
@@ -671,9 +671,11 @@ def _model_asked_of_engine(request: InferenceRequest, head: RequestHead) -> str:
 
 
 def _refuse_steering(request: InferenceRequest, spec: ModelServerSpec) -> None:
-    """Raise SteeringRefused if the body determines where an engine connects or where the request runs, and the server
-    does not allow it.
+    """Raise ReservedFieldRefused if the body determines where an engine connects or where the request runs, and the
+    server does not allow it.
     """
     for name in request.internal_fields:
         if name in STEERING_FIELDS and name not in spec.allowed_fields:
-            raise SteeringRefused(f"The field '{name}' is for gateways, not for clients; leave it out.", param=name)
+            raise ReservedFieldRefused(
+                f"The field '{name}' is for gateways, not for clients; leave it out.", param=name
+            )

@@ -11,10 +11,10 @@ from typing import Final, Literal
 import msgspec
 
 from extproc.admission.fair_queue import FlowControlGate
-from extproc.admission.flows import QueuedRequest
-from extproc.admission.guards import Guard
+from extproc.admission.flow_queues import QueuedRequest
 from extproc.admission.identity import ANONYMOUS_CALLER, Caller
-from extproc.admission.limits import NO_USAGE, Charge, Grant, RequestUsage
+from extproc.admission.rate_limits import NO_USAGE, Charge, Grant, RequestUsage
+from extproc.admission.route_guards import RouteGuardConfig
 from extproc.admission.slo_classes import ObjectiveClass
 from extproc.admission.token_estimates import InputEstimate
 from extproc.api.charged_tokens import AnswerOutcome, ExpectedTokens, used_tokens
@@ -29,7 +29,7 @@ from extproc.request.inference_request import InferenceRequest
 from extproc.routing.cost_tiers import TierCandidate, TierChoice, TierPolicy
 from extproc.routing.routing_table import Destination, RoutingTable, RuleTargets
 from extproc.scheduling.pool import Assignment, Pool
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 _NO_CLAIMS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 NO_WAITS: Final[Mapping[RequestState, float]] = MappingProxyType({})
@@ -490,7 +490,7 @@ class RequestRecord(msgspec.Struct):
     wants_reasons: bool = False
     charges: Sequence[Charge] = ()
     limited: RequestUsage | None = None
-    guard: Guard | None = None
+    guard: RouteGuardConfig | None = None
     guarded: str = ""
     tokens: Sequence[int] | None = None
     grants: tuple[Grant, ...] = ()
@@ -515,7 +515,7 @@ class RequestRecord(msgspec.Struct):
     event: RequestEvent = RequestEvent.ARRIVED
     successors: frozenset[RequestState] = frozenset()
 
-    def begin_event(self, event: RequestEvent) -> bool:
+    def begin_transition(self, event: RequestEvent) -> bool:
         """``event`` begins. Returns whether it changes anything; raises IllegalEvent, with nothing changed."""
         after = SUCCESSORS[self.state][event]
         if after is None:
@@ -547,7 +547,7 @@ class RequestRecord(msgspec.Struct):
         return self.event is not RequestEvent.ARRIVED and self.event is not RequestEvent.ANSWERED
 
     @property
-    def pending_arrival(self) -> Arrival:
+    def arrival_before_dispatch(self) -> Arrival:
         """Its arrival, before dispatch; raises ValueError afterwards."""
         if self.arrival is None:
             raise ValueError(f"request {self.ticket} was sent to an engine already")

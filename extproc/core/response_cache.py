@@ -22,16 +22,16 @@ import msgspec
 from extproc.core.dispatch import body_changes, changed_body
 from extproc.core.effects import CacheLookup
 from extproc.core.request_record import AnswerToStore
-from extproc.errors import NotCached, StoredAnswer
+from extproc.refusals import NotCached, StoredAnswer
 from extproc.request.json_rewrite import raw_top_level_fields
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Collection, Mapping
 
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.response_cache import ResponseCache
-    from extproc.api.snapshot import Snapshot
     from extproc.core.request_record import Arrival, GatewayProperties
 
 Kind = Literal["json", "stream"]
@@ -356,7 +356,7 @@ class ResponseCaches:
         why = bypass_reason(request.api, fields, spec)
         return (cache_key(arrival, fields, spec), "") if why is None else (None, why)
 
-    def pop_awaited(self, ticket: str) -> AwaitedAnswer | None:
+    def pop_awaited_answer(self, ticket: str) -> AwaitedAnswer | None:
         """Of a request of this process whose answer is here, once."""
         return self._awaited.pop(ticket, None)
 

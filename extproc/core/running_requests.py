@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from extproc.admission.fair_queue import weighted_tokens
-from extproc.admission.limits import NO_USAGE
+from extproc.admission.rate_limits import NO_USAGE
 from extproc.api.admission import FlowControl
 from extproc.api.status_pages import EndpointLoad
 from extproc.core.demand import count_outcome, count_request_end
@@ -91,7 +91,7 @@ class RunningRequests:
         event = RequestEvent.LEFT if is_moved else RequestEvent.FINISHED
         for ticket in tickets:
             record = self._records.get(ticket)
-            if record is None or record.run is None or not record.begin_event(event):
+            if record is None or record.run is None or not record.begin_transition(event):
                 continue
             if is_moved:
                 self.undo_dispatch(record, record.run, now, out)
@@ -125,7 +125,7 @@ class RunningRequests:
         self._free(record, run, now, out)
         self._accounts.settle_request(record, None, 0.0, now, out)
 
-    def leave_engines(self, record: RequestRecord, run: DispatchedRequest, now: float, out: list[Effect]) -> None:
+    def release_for_move(self, record: RequestRecord, run: DispatchedRequest, now: float, out: list[Effect]) -> None:
         """It goes to another ModelServer, and what its limits have granted goes with it."""
         release_untried_probes(run)
         self._free(record, run, now, out, is_moved=True)
@@ -142,7 +142,7 @@ class RunningRequests:
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
         """Learn from the outcome of a request, and correct what it was charged."""
         record = self._records.get(outcome.ticket)
-        if record is None or record.run is None or not record.begin_event(RequestEvent.OUTCOME):
+        if record is None or record.run is None or not record.begin_transition(RequestEvent.OUTCOME):
             return
         run = record.run
         if record.state is RequestState.ENDED:
@@ -226,7 +226,7 @@ class RunningRequests:
 
     def _forget(self, ticket: str, now: float, out: list[Effect]) -> None:
         record = self._records[ticket]
-        record.begin_event(RequestEvent.FORGOTTEN)
+        record.begin_transition(RequestEvent.FORGOTTEN)
         self._remove(record, now)
         if record.run is not None:
             reserved = record.run.reserved.with_cost(record.run.price)
@@ -256,7 +256,9 @@ def _is_answered(outcome: Outcome) -> bool:
     return 200 <= outcome.status < 300 and not (outcome.has_left or outcome.was_cut or outcome.is_cut)
 
 
-def loads_in_parts(records: Iterable[RequestRecord], pools: Iterable[Pool]) -> Iterator[dict[str, EndpointLoad]]:
+def endpoint_loads_by_pool(
+    records: Iterable[RequestRecord], pools: Iterable[Pool]
+) -> Iterator[dict[str, EndpointLoad]]:
     """By address: every configured engine, and every other one that has a request running. In parts, one for each pool,
     so that others may have their turn between two; ``merge_loads`` puts them together.
 
@@ -296,7 +298,7 @@ def merge_loads(found: dict[str, EndpointLoad], part: dict[str, EndpointLoad]) -
 def endpoint_loads(records: Iterable[RequestRecord], pools: Iterable[Pool]) -> dict[str, EndpointLoad]:
     """All parts at once."""
     found: dict[str, EndpointLoad] = {}
-    for part in loads_in_parts(records, pools):
+    for part in endpoint_loads_by_pool(records, pools):
         merge_loads(found, part)
     return found
 

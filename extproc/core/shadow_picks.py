@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from extproc.core.explanation import Explanation
-from extproc.errors import Refusal
-from extproc.wire_protocol import DESTINATION
+from extproc.refusals import Refusal
+from extproc.wire_names import DESTINATION
 
 if TYPE_CHECKING:
     from collections.abc import Collection

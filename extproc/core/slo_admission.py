@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from extproc.core.request_record import Arrival, SloForecast, TierPlacement
-from extproc.errors import ObjectiveUnmeetable
+from extproc.refusals import ObjectiveUnmeetable
 from extproc.routing.cost_tiers import TierPolicy, choose_tier
 
 if TYPE_CHECKING:
     from extproc.admission.slo_classes import ObjectiveClass
+    from extproc.core.cost_tier_selector import TierSelector
     from extproc.core.request_builder import RequestBuilder
     from extproc.core.request_record import RequestRecord
-    from extproc.core.tier_selector import TierSelector
     from extproc.routing.cost_tiers import TierCandidate
 
 _MAX_RETRY_S: Final = 300
@@ -102,7 +102,7 @@ class SloForecaster:
         """None if nothing is due of the request. ``objectives``: of its class, which refuses what would miss them.
         ``is_tried``: nothing is to be remembered of it.
         """
-        arrival, placement, waited_s = record.pending_arrival, record.placement, now - record.arrived_at_s
+        arrival, placement, waited_s = record.arrival_before_dispatch, record.placement, now - record.arrived_at_s
         due = first_token_due(objectives, arrival)
         if due is None:
             return None
@@ -136,7 +136,7 @@ class SloForecaster:
         self, builder: RequestBuilder, record: RequestRecord, now: float, *, left_s: float
     ) -> tuple[Arrival, TierPlacement] | None:
         """The request at another ModelServer of its rule that is predicted to be in time; None if there is none."""
-        arrival = record.pending_arrival
+        arrival = record.arrival_before_dispatch
         if left_s <= 0:
             return None
         found: list[tuple[Arrival, TierCandidate]] = []

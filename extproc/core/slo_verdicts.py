@@ -30,7 +30,7 @@ from extproc.engines.engine_responses import is_engine_error
 if TYPE_CHECKING:
     from extproc.admission.slo_classes import ObjectiveClass
     from extproc.core.request_record import DispatchedRequest, Outcome
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
 
 
 class SloVerdict(msgspec.Struct, frozen=True):

@@ -11,17 +11,17 @@ from extproc.api.charged_tokens import CLIENT_LEFT, ExpectedTokens
 from extproc.api.grpc_route import GRPC_ROUTE
 from extproc.api.usage_log import HTTP_ROUTE, FallbackContext, UsageContext, UsageLine
 from extproc.request.model_in_path import api_of_model_path
-from extproc.wire_protocol import APIS_BY_CALL, REQUEST_ID, SERVER_CLUSTER, api_of_path, truncate_name
+from extproc.wire_names import APIS_BY_CALL, REQUEST_ID, SERVER_CLUSTER, api_of_path, truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.admission.identity import Subject
     from extproc.admission.slo_classes import ObjectiveClass
-    from extproc.api.admission import Band, FlowControl
+    from extproc.api.admission import FlowControl, PriorityBand
     from extproc.api.pricing import Price
     from extproc.core.request_record import Arrival, FallbackExpectation, Outcome, RequestHead, RequestRecord
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
     from extproc.scheduling.pool import Assignment
 
 # Of texts that clients choose, as in Envoy's lines.
@@ -168,5 +168,5 @@ def _band_of(control: FlowControl, priority: int) -> str:
     return max(below, key=_priority).name if below else min(control.bands, key=_priority).name
 
 
-def _priority(band: Band) -> int:
+def _priority(band: PriorityBand) -> int:
     return band.priority

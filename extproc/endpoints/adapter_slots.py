@@ -109,7 +109,7 @@ class AdapterSlots:
         self.forget(row)
         self._set_served(row, self._served(row) - self.sources.keys())
 
-    def expire(self, now: float) -> None:
+    def drop_expired_changes(self, now: float) -> None:
         """Drop changes that peers reported too long ago, and those that lists of models now include."""
         for column in (self._loading, self._closed, self._leaving):
             for key in [key for key, until_s in column.items() if until_s <= now]:
@@ -235,7 +235,7 @@ class AdapterSlots:
 
     def with_recent_changes(self, row: int, models: frozenset[str], now: float) -> frozenset[str]:
         """An engine's list of models, with what was changed while it was on its way."""
-        self.expire(now)
+        self.drop_expired_changes(now)
         recent = {one: changed.is_there for (at, one), changed in self._changed.items() if at == row}
         there = {one for one, is_there in recent.items() if is_there}
         return frozenset((models | there) - (recent.keys() - there))

@@ -126,7 +126,7 @@ class Breaker(msgspec.Struct, frozen=True, array_like=True):
         """Whether it lets all requests through, and will until something happens."""
         return not self.trips and now >= self.changed_at_s + SLOW_START_S and now >= self.not_before_s
 
-    def is_current(self, passed: BreakerPass, sent_at_s: float) -> bool:
+    def is_current_result(self, passed: BreakerPass, sent_at_s: float) -> bool:
         """Whether the result of a request may change anything. Without its generation, the time must do."""
         if passed.generation < 0:
             return sent_at_s >= self.changed_at_s

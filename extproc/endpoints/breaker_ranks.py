@@ -84,7 +84,7 @@ def end_probe(table: EndpointTable, endpoint: EndpointRef, now: float) -> None:
     """The stream of a probe has ended; its outcome may come later."""
     if table.is_current(endpoint):
         breaker = table.breakers[endpoint.row]
-        if breaker.is_current(endpoint.passed, now):
+        if breaker.is_current_result(endpoint.passed, now):
             set_breaker(table, endpoint.row, breaker.after_probe_stream(endpoint.passed.ticket, now))
 
 

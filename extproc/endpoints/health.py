@@ -92,7 +92,7 @@ class EndpointHealth(msgspec.Struct):
         """Whether a refusal that no other endpoint could check says something of the endpoint, and not of the request
         alone; it is remembered then. ``request``: a hash of its prompt.
         """
-        return not self.is_repeated(request) and self.should_count_failure(tenant)
+        return not self.is_repeated_refusal(request) and self.should_count_failure(tenant)
 
     def should_count_failure(self, tenant: str) -> bool:
         """Whether a failure that ``tenant`` met counts; it is remembered then.
@@ -113,7 +113,7 @@ class EndpointHealth(msgspec.Struct):
         count, number = self.voices.get(tenant, (0.0, self.number))
         return float(count * _KEPT ** (self.number - number))
 
-    def is_repeated(self, request: int) -> bool:
+    def is_repeated_refusal(self, request: int) -> bool:
         """Whether the endpoint has refused this very request before. ``request``: a hash of its prompt."""
         if request in self.refusals:
             return True

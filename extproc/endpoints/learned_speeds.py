@@ -154,7 +154,7 @@ def service_times(table: EndpointTable, now: float) -> Floats:
     return found
 
 
-def typical_rate(table: EndpointTable) -> float:
+def typical_prefill_rate(table: EndpointTable) -> float:
     """The geometric mean of the endpoints' rates, in tokens of work a second."""
     return float(np.exp(np.log(table.prefill_rate[table.is_active]).mean()))
 

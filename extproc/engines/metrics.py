@@ -156,7 +156,7 @@ class MetricsReader:
         if not reading.has_load_metrics:
             # an engine that starts may show its metrics on the next page
             for series in (self._waiting, self._running, self._kv_usage):
-                series.search_again()
+                series.search_whole_next_page()
         return reading
 
     def _read_cache(self, page: bytes) -> CacheConfig | None:

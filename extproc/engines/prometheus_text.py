@@ -75,7 +75,7 @@ class MetricScanner:
             start = end if page.startswith(self._needle, end) else self._find_next(page, end)
         return found
 
-    def search_again(self) -> None:
+    def search_whole_next_page(self) -> None:
         """Search all of the next page, although the family was missing lately."""
         self._misses = 0
 

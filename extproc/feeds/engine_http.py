@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from extproc.api.engine_connection import EngineConnection, EngineTls
-    from extproc.api.guards import GuardService
+    from extproc.api.guard_services import GuardService
     from extproc.api.model_server import ModelServerSpec
     from extproc.scheduling.pool import Pool
 

@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from extproc.api.addresses import parse_address
-from extproc.api.snapshot import scrape_interval_factor, scrape_interval_warnings
+from extproc.api.config_snapshot import scrape_interval_factor, scrape_interval_warnings
 from extproc.core.peer_events import EngineReported
 from extproc.engines.engine_responses import UnreadableResponse, parse_gateway_load, parse_model_list
 from extproc.engines.metrics import EngineMetrics, EngineReport, MetricsReader
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Iterable
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.core import Core
     from extproc.engines.dialects import Dialect
     from extproc.feeds.engine_http import EngineCredentials

@@ -15,15 +15,15 @@ from weakref import WeakValueDictionary
 
 import aiohttp
 
-from extproc.core.guards import GuardCircuitBreaker, GuardFailed, GuardReply, guard_call_owner, guard_event
-from extproc.feeds.payload_exporter import event_headers, header_value
+from extproc.core.guard_decisions import GuardCircuitBreaker, GuardFailed, GuardReply, guard_call_owner, guard_event
+from extproc.feeds.payload_exporter import encode_header_value, event_headers
 from extproc.http_body import read_at_most
 from extproc.task_supervisor import FailureLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.api.guards import GuardService
+    from extproc.api.guard_services import GuardService
     from extproc.core.effects import AskGuard, GuardAnswered
     from extproc.core.payload_log import CloudEvent
     from extproc.feeds.engine_http import ConnectionSettings, EngineCredentials
@@ -206,4 +206,4 @@ def _headers(service: GuardService, ask: AskGuard, event: CloudEvent, access: Co
 
 
 def _as_it_is(value: str) -> str:
-    return value if value.isascii() and value.isprintable() else header_value(value)
+    return value if value.isascii() and value.isprintable() else encode_header_value(value)

@@ -21,7 +21,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from extproc.api.addresses import parse_address, parse_endpoint
-from extproc.prefix.kv_events import UnreadableEvents
+from extproc.prefix.kv_event_decoder import UnreadableEvents
 from extproc.prefix.kv_index import EventSource, KvStream
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _SWEEP_S: Final = 0.005
 _Ranks = dict[tuple[str, str], dict[int, bool | None]]
 
 
-class KvEventPublisher(msgspec.Struct, frozen=True):
+class KvPublisherAddresses(msgspec.Struct, frozen=True):
     """Where one data-parallel rank of an engine publishes: ``events`` and ``replay`` are ZeroMQ addresses."""
 
     server: str
@@ -80,8 +80,8 @@ class KvEventFeed:
 
     async def run(self) -> None:
         """Follow the configured publishers until cancelled."""
-        tasks: dict[KvEventPublisher, asyncio.Task[None]] = {}
-        followed: dict[KvEventPublisher, _Subscription] = {}
+        tasks: dict[KvPublisherAddresses, asyncio.Task[None]] = {}
+        followed: dict[KvPublisherAddresses, _Subscription] = {}
         seen: object = None
         context = zmq.asyncio.Context()
         # a subscription takes two sockets; ZeroMQ allows 1,023 by itself, and descriptors end before these do
@@ -114,7 +114,7 @@ class KvEventFeed:
     async def _sweep(self) -> None:
         """Drop the blocks of caches that were cleared."""
         for pool in list(self._core.pools.values()):
-            while pool.caches.kv_index is not None and pool.caches.kv_index.sweep():  # noqa: ASYNC110 - a turn each
+            while pool.caches.kv_index is not None and pool.caches.kv_index.drop_cleared_blocks():  # noqa: ASYNC110 - a turn each
                 await asyncio.sleep(_SWEEP_S)
 
 
@@ -125,7 +125,7 @@ async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
         await asyncio.wait(tasks)
 
 
-def publishers_of(pool: Pool) -> Iterator[KvEventPublisher]:
+def publishers_of(pool: Pool) -> Iterator[KvPublisherAddresses]:
     """The publishers of KV events of ``pool`` whose host names, if they have any, are resolved."""
     events = pool.spec.kv_events
     if events is None:
@@ -135,7 +135,7 @@ def publishers_of(pool: Pool) -> Iterator[KvEventPublisher]:
             continue
         has_replay = not _is_unresolved(endpoint.kv_replay) and (endpoint.kv_replay or events.replay_port) is not None
         for rank in range(events.data_parallel_size):
-            yield KvEventPublisher(
+            yield KvPublisherAddresses(
                 pool.name,
                 endpoint.address,
                 rank,
@@ -159,7 +159,7 @@ class _Subscription:
 
     def __init__(
         self,
-        publisher: KvEventPublisher,
+        publisher: KvPublisherAddresses,
         pool: Pool,
         metrics: Metrics,
         context: zmq.asyncio.Context,

@@ -18,8 +18,8 @@ from urllib.parse import quote
 import msgspec
 
 from extproc.core.payload_log import ByteCapacity, PayloadCapture, capture_events, is_sampled, start_capture
-from extproc.line_writer import LineWriter, call_on_loop
-from extproc.metrics.exposition import Counters
+from extproc.line_writer import LineWriter, make_threadsafe_callback
+from extproc.metrics.exposition import CounterFamily
 from extproc.task_supervisor import Backoff
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class PayloadExporter:
     ) -> None:
         self._sink = sink
         self._logs = logs
-        self._counts = Counters(
+        self._counts = CounterFamily(
             "attache_payload_events", "Events of the payload log: sent, failed, dropped.", ["result"], registry
         )
         self._clock = clock
@@ -145,7 +145,10 @@ class PayloadExporter:
     async def _append(self, path: str, events: list[CloudEvent]) -> None:
         if self._file is None or self._file[0] != path:
             await self._close_sink()
-            self._file = path, LineWriter(Path(path), call_on_loop(asyncio.get_running_loop(), self._count_lines))
+            self._file = (
+                path,
+                LineWriter(Path(path), make_threadsafe_callback(asyncio.get_running_loop(), self._count_lines)),
+            )
         for event in events:
             data = b"" if event.data is None else b',"data":' + event.data
             self._file[1].enqueue(msgspec.json.encode(event.attributes)[:-1] + data + b"}\n")
@@ -203,12 +206,12 @@ class PayloadExporter:
 def event_headers(attributes: Mapping[str, str | int]) -> dict[str, str]:
     """The attributes of an event in CloudEvents' binary form."""
     return {
-        "content-type" if name == "datacontenttype" else f"ce-{name}": header_value(str(value))
+        "content-type" if name == "datacontenttype" else f"ce-{name}": encode_header_value(str(value))
         for name, value in attributes.items()
     }
 
 
-def header_value(text: str) -> str:
+def encode_header_value(text: str) -> str:
     """As the value of a header, whatever it was."""
     return quote(text, safe=_SAFE, errors="replace")
 

@@ -33,7 +33,7 @@ from extproc.core.request_record import PrefillResult
 from extproc.engines.engine_responses import BootstrapEngineId, UnreadableResponse, parse_bootstrap_engines
 from extproc.feeds.engine_http import EngineHttp
 from extproc.task_supervisor import FailureLog
-from extproc.wire_protocol import DATA_PARALLEL_RANK
+from extproc.wire_names import DATA_PARALLEL_RANK
 
 if TYPE_CHECKING:
     from collections.abc import Callable

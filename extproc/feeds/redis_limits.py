@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rate limits and budgets that all machines share: buckets in Redis, one round trip a request.
 
-Scripts change the buckets atomically, with the arithmetic of ``admission/buckets.py``. They use Redis' time, so the
-machines' clocks need not agree. Grants made while Redis does not answer are charged to it afterwards, exactly once:
+Scripts change the buckets atomically, with the arithmetic of ``admission/token_buckets.py``. They use Redis' time, so
+the machines' clocks need not agree. Grants made while Redis does not answer are charged to it afterwards, exactly once:
 every message carries the amount that this process has yet to charge (``SharedStoreCopy``).
 
 A budget never fills, so what a killed process has reserved of it must come back otherwise. Each bucket of a budget has
@@ -28,18 +28,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.admission.buckets import BucketLevel, Reservation, SharedStoreCopy
-from extproc.admission.limits import Charge, Grant, RequestUsage, StoreUnavailable
-from extproc.admission.refusals import limit_refusal
+from extproc.admission.limit_refusals import limit_refusal
+from extproc.admission.rate_limits import Charge, Grant, RequestUsage, StoreUnavailable
+from extproc.admission.token_buckets import BucketLevel, Reservation, SharedStoreCopy
 from extproc.api.config_errors import one_line
 from extproc.replication.buses import redis_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from extproc.admission.buckets import BucketReport, Limit
-    from extproc.errors import Refusal
+    from extproc.admission.token_buckets import BucketReport, Limit
     from extproc.metrics.request_metrics import Metrics
+    from extproc.refusals import Refusal
 
 # fill() reads a bucket, adds the inflow until now and subtracts the process's debt. A bucket that does not exist is
 # full, or Redis has lost it: it begins with the most that the process states is left. Another process may have seen
@@ -431,7 +431,7 @@ class RedisLimits:
     def _away(self, charges: Sequence[Charge]) -> StoreUnavailable:
         now, memory = self._clock(), self._memory
         keys = [(charge.key, charge.limit) for charge in charges]
-        return StoreUnavailable([memory.max_level(*one, now) - memory.untold_debt(*one) for one in keys])
+        return StoreUnavailable([memory.level_before_debts(*one, now) - memory.unreported_debt(*one) for one in keys])
 
     def _state(self, charges: Sequence[Charge], now: float) -> list[BucketReport]:
         return [self._memory.make_bucket_report(charge.key, charge.limit, now) for charge in charges]

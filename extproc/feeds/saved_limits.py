@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.buckets import BucketLevel
-from extproc.api.untrusted_files import open_regular
+from extproc.admission.token_buckets import BucketLevel
+from extproc.api.untrusted_files import open_regular_file
 from extproc.endpoints.prices import DerivedPrice
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def write_state(file: Path, content: bytes) -> None:
 
 def read_state(file: Path) -> bytes:
     """Raises OSError."""
-    with open_regular(file) as opened:
+    with open_regular_file(file) as opened:
         content = opened.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise OSError(errno.EFBIG, f"has more than {_MOST_BYTES} bytes")

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import msgspec
 
-from extproc.api.status_pages import ObjectiveCounts
+from extproc.api.status_pages import SloObjectiveCounts
 from extproc.feeds.saved_limits import read_state, write_state
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _BROKEN: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class _Saved(msgspec.Struct, frozen=True):
     """``added``: names of remainders that are part of ``objectives``."""
 
-    objectives: list[ObjectiveCounts]
+    objectives: list[SloObjectiveCounts]
     added: frozenset[str] = frozenset()
 
 
@@ -115,7 +115,7 @@ class SavedSloCounts:
     def _remove_saved(self) -> None:
         """The last save has failed: the successor has what the file has, and the remainder is all else."""
         try:
-            self._series.remove(_read(self._file).objectives)
+            self._series.subtract_counts(_read(self._file).objectives)
         except FileNotFoundError:
             return
         except (OSError, *_BROKEN) as error:
@@ -142,7 +142,7 @@ class SavedSloCounts:
         self._added.add(file.name)
         if self._write(self._file):
             return True
-        self._series.remove(left)
+        self._series.subtract_counts(left)
         self._added.remove(file.name)
         return False
 

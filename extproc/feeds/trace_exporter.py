@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.api.addresses import join_host_port, parse_envoy_upstream
 from extproc.core.trace import TraceStep
 from extproc.task_supervisor import Backoff
-from extproc.wire_protocol import TRACES_PATH
+from extproc.wire_names import TRACES_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

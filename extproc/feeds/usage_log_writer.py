@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extproc.api.usage_log import LEFT_SUFFIX
-from extproc.line_writer import LineWriter, call_on_loop
-from extproc.metrics.exposition import Counters
+from extproc.line_writer import LineWriter, make_threadsafe_callback
+from extproc.metrics.exposition import CounterFamily
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ class UsageLogWriter:
 
     def __init__(self, usage_log: Callable[[], UsageLog | None], registry: CollectorRegistry) -> None:
         self._usage_log = usage_log
-        self._counts = Counters(
+        self._counts = CounterFamily(
             "attache_usage_log_lines",
             "Lines of the usage log that extproc has to write itself: written, dropped, failed.",
             ["result"],
@@ -63,7 +63,7 @@ class UsageLogWriter:
     def _begin(self, path: str) -> None:
         if self._file is not None:
             self._closing = self._loop.run_in_executor(None, self._file[1].close)
-        self._file = path, LineWriter(Path(f"{path}{LEFT_SUFFIX}"), call_on_loop(self._loop, self._count))
+        self._file = path, LineWriter(Path(f"{path}{LEFT_SUFFIX}"), make_threadsafe_callback(self._loop, self._count))
 
     def _count(self, result: LineResult, number: int) -> None:
         self._counts.add_amount(number, result)

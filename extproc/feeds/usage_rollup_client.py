@@ -21,7 +21,7 @@ import msgspec
 
 from extproc.admission.budget_recovery import UsageRollupRow
 from extproc.http_body import read_at_most
-from extproc.wire_protocol import USAGE_PATH
+from extproc.wire_names import USAGE_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -193,7 +193,7 @@ class UsageRollupClient:
         found: list[RemainingBudgets] = []
         async with ClientSession() as session:
             for query in self._core.admission.usage_queries(self._wall_clock()):
-                spent = self._core.admission.empty_remaining_budgets(query, self._wall_clock())
+                spent = self._core.admission.make_remaining_budgets(query, self._wall_clock())
                 for number, (dimensions, tenants) in enumerate(query.group_by_queries()):
                     url = self._url_of(query, sorted(dimensions), tenants)
                     add = partial(spent.add_row, is_by_key=number > 0)

@@ -13,13 +13,13 @@ from extproc.api.picker_flow_control import (
     FEATURE_GATE,
     LONGEST_WAIT,
     ORDERS,
-    AgentIdentity,
+    AgentSessionHeaders,
     PriorityHoldback,
-    detector_name,
     feature_gates,
+    saturation_detector_name,
 )
-from extproc.llmd.plugin_types import ACCEPTED, tier_capacities
-from extproc.scheduling.metrics_source import EngineConfig
+from extproc.llmd.plugin_types import ACCEPTED, cache_tier_capacities
+from extproc.scheduling.metrics_source import EngineTypeMetrics
 from extproc.scheduling.plugins.endpoint_attribute_plugins import EndpointAttributeFilter, EndpointAttributeScorer
 from extproc.scheduling.plugins.label_plugins import RANGE_LABEL, context_range
 
@@ -63,7 +63,7 @@ def effective_parameters(spec: PluginSpec, cls: type) -> dict[str, Any]:
 
 def config_notes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[str]:
     """For a file in which every plugin is known and every reference names one."""
-    tiers = tier_capacities(config)
+    tiers = cache_tier_capacities(config)
     for spec in config.plugins:
         plugin = known[spec.type]
         if spec.effective_name in tiers:
@@ -119,7 +119,7 @@ def _more_notes(spec: PluginSpec, cls: type, config: EndpointPickerConfig) -> It
             fails = given.get("onMissing") == "Fail" and not given.get("fallbackOnEmpty")
             what = f"no core-metrics-extractor has '{key}' in customMetrics{'; requests fail' if fails else ''}"
             yield f"{spec.effective_name}: no endpoint has a value: {what}"
-    elif cls is AgentIdentity and not feature_gates(config).get(FEATURE_GATE, False):
+    elif cls is AgentSessionHeaders and not feature_gates(config).get(FEATURE_GATE, False):
         what = f"no flows of agents without the feature gate {FEATURE_GATE}"
         yield f"{spec.effective_name}: {what}; plugins that name it still read its headers"
     elif cls is PriorityHoldback and given.get("domain") == "explicit":
@@ -135,14 +135,14 @@ def _attributes(config: EndpointPickerConfig) -> frozenset[str]:
         metric.attribute_key
         for spec in config.plugins
         if spec.type in _EXTRACTORS
-        for engine in msgspec.convert((spec.parameters or {}).get("engineConfigs") or [], tuple[EngineConfig, ...])
+        for engine in msgspec.convert((spec.parameters or {}).get("engineConfigs") or [], tuple[EngineTypeMetrics, ...])
         for metric in engine.custom_metrics
     )
 
 
 def _profile_notes(config: EndpointPickerConfig, known: Mapping[str, PluginType]) -> Iterator[str]:
     kinds = {spec.effective_name: known[spec.type].kind for spec in config.plugins}
-    tiers = tier_capacities(config)
+    tiers = cache_tier_capacities(config)
     one_index = {
         spec.effective_name
         for spec in config.plugins
@@ -172,7 +172,7 @@ def _flow_control_notes(config: EndpointPickerConfig, known: Mapping[str, Plugin
             yield f"{what}: not used without the feature gate {FEATURE_GATE}; requests go to the engines at once"
         return
     types = {spec.effective_name: spec.type for spec in config.plugins}
-    detector = types.get(detector_name(config), detector_name(config))
+    detector = types.get(saturation_detector_name(config), saturation_detector_name(config))
     if detector not in _DETECTORS:
         yield f"saturationDetector: {detector} is not built here; in its place, {DEFAULT_DETECTOR} with its defaults"
     if section is not None:

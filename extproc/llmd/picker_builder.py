@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.config_errors import ConfigInvalid
-from extproc.api.decode import read_picker_file
+from extproc.api.document_decoder import read_picker_file
 from extproc.llmd.compatibility_notes import config_notes, effective_parameters, server_notes
 from extproc.llmd.picker_config_checks import config_mistakes
-from extproc.llmd.plugin_types import installed_plugins, tier_capacities
+from extproc.llmd.plugin_types import cache_tier_capacities, installed_plugins
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.picker import PluginFailed
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from extproc.api.config_errors import Finding, Mistake
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.model_server import ModelServerSpec
     from extproc.api.picker_config import EndpointPickerConfig, PickerFile
-    from extproc.api.snapshot import Snapshot
     from extproc.scheduling.picker import Picker
     from extproc.scheduling.registry import PluginType
 
@@ -62,7 +62,7 @@ def build_picker(file: PickerFile, known: Mapping[str, PluginType]) -> BuiltPick
 def plugin_failure_mistakes(file: PickerFile, failed: Iterable[PluginFailed]) -> list[Mistake]:
     """Of plugins of ``file`` that failed, each on the line that names it."""
     places = {spec.effective_name: index for index, spec in enumerate(file.config.plugins)}
-    return file.document.mistakes(
+    return file.document.locate_mistakes(
         [(("plugins", places[one.plugin]), f"the plugin '{one.plugin}' fails: {one}") for one in failed]
     )
 
@@ -84,7 +84,7 @@ def to_picker_spec(config: EndpointPickerConfig, known: Mapping[str, PluginType]
             for spec in config.plugins
         ),
         profiles=tuple(ProfileSpec(name, plugins) for name, plugins in profiles.items()),
-        tiers=tier_capacities(config),
+        tiers=cache_tier_capacities(config),
     )
 
 
@@ -114,7 +114,7 @@ class PickerFactory:
         return self._installed.picker(files[spec.picker_config]).picker
 
 
-class InstalledPlugins:
+class InstalledPluginChecker:
     """Checks EndpointPickerConfigs with the installed plugins (a ``PickerCheck``)."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ def picker_notes(snapshot: Snapshot, *, tries_plugins: bool = False) -> list[str
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []
-    plugins = InstalledPlugins()
+    plugins = InstalledPluginChecker()
     for server in snapshot.servers:
         named = server.spec.picker_config
         if named is not None and named in snapshot.picker_files:
@@ -168,4 +168,4 @@ def _labels_met(snapshot: Snapshot, file: str) -> list[Mapping[str, str]]:
 
 def _refuse(file: PickerFile, findings: list[Finding]) -> None:
     if findings:
-        raise ConfigInvalid(file.document.mistakes(findings))
+        raise ConfigInvalid(file.document.locate_mistakes(findings))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from extproc.api.picker_flow_control import FAIRNESS, ORDERS
-from extproc.api.schema import check_shape, suggest_similar
+from extproc.api.schema_validation import check_shape, suggest_similar
 from extproc.llmd.compatibility_notes import effective_parameters
 from extproc.llmd.plugin_types import NOT_BUILT
 from extproc.scheduling.external_plugins import plugin_failure

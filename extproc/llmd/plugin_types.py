@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from extproc.api.picker_flow_control import AGENT_IDENTITY, POLICIES, AgentIdentity
+from extproc.api.picker_flow_control import AGENT_IDENTITY, POLICIES, AgentSessionHeaders
 from extproc.scheduling.plugins.ineffective_parameters import NO_ENCODE_STAGE
-from extproc.scheduling.registry import PLUGIN_TYPES, external_plugins, types_of
+from extproc.scheduling.registry import PLUGIN_TYPES, external_plugins, plugin_types_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -194,9 +194,9 @@ def _accepted(name: str) -> type:
 
 BUILT_IN: Final[Mapping[str, PluginType]] = MappingProxyType(
     {
-        **types_of("accepted", {name: _accepted(name) for name in ACCEPTED}),
+        **plugin_types_by_name("accepted", {name: _accepted(name) for name in ACCEPTED}),
         **PLUGIN_TYPES,
-        **types_of("flow control", {**POLICIES, AGENT_IDENTITY: AgentIdentity}),
+        **plugin_types_by_name("flow control", {**POLICIES, AGENT_IDENTITY: AgentSessionHeaders}),
     }
 )
 
@@ -206,7 +206,7 @@ def installed_plugins() -> Mapping[str, PluginType]:
     return MappingProxyType({**external_plugins(), **BUILT_IN})
 
 
-def tier_capacities(config: EndpointPickerConfig) -> Mapping[str, float]:
+def cache_tier_capacities(config: EndpointPickerConfig) -> Mapping[str, float]:
     """Tokens that each tier holds at an endpoint, by the name of its producer.
 
     A producer is a tier if a plugin names it and its own parameters have a capacity. All others are the pool's own

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Final
 from extproc.admission.budgets import BudgetKey
 from extproc.core.effects import ClientLeft, GuardAnswered
 from extproc.core.request_states import RequestState
-from extproc.errors import BudgetSpent
 from extproc.metrics.exposition import (
-    Counters,
+    CounterFamily,
     DeferredHistogram,
-    DeferredHistograms,
+    DeferredHistogramFamily,
     MetricFamily,
     PiecewiseCollector,
     StaleSeriesRemover,
 )
 from extproc.metrics.label_cardinality import BusiestNames
+from extproc.refusals import BudgetSpent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from prometheus_client import CollectorRegistry
 
-    from extproc.admission.buckets import BucketLevel
     from extproc.admission.fair_queue import FlowControlGate
-    from extproc.admission.flows import QueuedRequest
+    from extproc.admission.flow_queues import QueuedRequest
+    from extproc.admission.token_buckets import BucketLevel
     from extproc.core.effects import (
         Decision,
         EngineStarted,
@@ -101,7 +101,7 @@ class ActivationMetrics:
     """No series before the first request has waited for an engine."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._starts = DeferredHistograms(
+        self._starts = DeferredHistogramFamily(
             "attache_engine_start_seconds",
             "From the first request that waited for an engine to the first engine.",
             _START_BUCKETS,
@@ -134,16 +134,16 @@ class AdapterMetrics:
     """One sample a ModelServer and family, and no series before the first load."""
 
     def __init__(self, registry: CollectorRegistry, pools: Callable[[], Iterable[Pool]]) -> None:
-        self._loads = Counters(
+        self._loads = CounterFamily(
             "attache_adapter_loads",
             "Loads of adapters by result: loaded, was_there, busy, broken, unreachable.",
             ["server", "result"],
             registry,
         )
-        self._unloads = Counters(
+        self._unloads = CounterFamily(
             "attache_adapter_unloads", "Adapters unloaded to make room for others.", ["server"], registry
         )
-        self._seconds = DeferredHistograms(
+        self._seconds = DeferredHistogramFamily(
             "attache_adapter_load_seconds",
             "Of loads that succeeded, unloads included.",
             _LOAD_BUCKETS,
@@ -170,23 +170,23 @@ class PrefillMetrics:
         # while a ModelServer is configured, it is not forgotten: a gauge that vanishes would not be 0
         self._in_flight = Counter[str]()
         registry.register(_PrefillSeries(self._in_flight))
-        self._legs = Counters(
+        self._legs = CounterFamily(
             "attache_prefill_legs", "Prefills requested of other engines, by outcome.", ["server", "outcome"], registry
         )
-        self._seconds = DeferredHistograms(
+        self._seconds = DeferredHistogramFamily(
             "attache_prefill_leg_seconds",
             "From the pick to the prefill engine's answer, or to its failure.",
             _PREFILL_BUCKETS,
             ["server"],
             registry,
         )
-        self._answers = Counters(
+        self._answers = CounterFamily(
             "attache_prefilled_answers",
             "Requests whose prompt another engine had computed, by what the decode engine made of it.",
             ["server", "outcome"],
             registry,
         )
-        self._whole = Counters(
+        self._whole = CounterFamily(
             "attache_prefill_whole_requests",
             "Requests whose prompt no other engine may compute, by reason.",
             ["server", "reason"],
@@ -284,76 +284,76 @@ class AdmissionMetrics:
         self._gates = gates
         self._clock = clock
         self._tenants = BusiestNames(MOST_TENANTS, others=OTHERS, forget=self._forget_tenants)
-        self._waits = DeferredHistograms(
+        self._waits = DeferredHistogramFamily(
             "attache_queue_wait_seconds", "From arrival to dispatch.", _WAIT_BUCKETS, ["server", "band"], registry
         )
-        self._ends = Counters(
+        self._ends = CounterFamily(
             "attache_queue_waits", "Waits by how they ended.", ["server", "band", "outcome"], registry
         )
-        self._requests = Counters(
+        self._requests = CounterFamily(
             "attache_tenant_requests", "Requests by tenant and what was decided.", ["tenant", "outcome"], registry
         )
         self._tokens = {
-            name: Counters(f"attache_tenant_{name}_tokens", text, ["server", "tenant"], registry)
+            name: CounterFamily(f"attache_tenant_{name}_tokens", text, ["server", "tenant"], registry)
             for name, text in _TENANT_TOKENS.items()
         }
-        self._service = Counters(
+        self._service = CounterFamily(
             "attache_tenant_service_tokens", "Weighted tokens that engines gave.", ["server", "tenant"], registry
         )
-        self._tenant_wait = Counters(
+        self._tenant_wait = CounterFamily(
             "attache_tenant_wait_seconds", "Seconds that requests were held.", ["server", "tenant"], registry
         )
-        self._redis = Counters("attache_limits_redis", "Questions to Redis about limits.", ["result"], registry)
+        self._redis = CounterFamily("attache_limits_redis", "Questions to Redis about limits.", ["result"], registry)
         self._redis_seconds = DeferredHistogram(
             "attache_limits_redis_seconds", "Round trips to Redis for limits.", _REDIS_BUCKETS, registry
         )
         registry.register(_QueueSeries(gates, waiting_in, clock))
         registry.register(_WaitingSeries(waiting_in))
-        self._cost = Counters(
+        self._cost = CounterFamily(
             "attache_cost_micros",
             "What requests cost by the prices of ModelServers, in millionths of the currency.",
             ["server", "tenant", "currency"],
             registry,
         )
-        self._unpriced = Counters(
+        self._unpriced = CounterFamily(
             "attache_unpriced_requests", "Answered requests of ModelServers without a price.", ["server"], registry
         )
-        self._tiers = Counters(
+        self._tiers = CounterFamily(
             "attache_tier_picks",
             "Requests of rules with tiers, by why their ModelServer was chosen: holds, waits, up, down, misses.",
             ["server", "reason"],
             registry,
         )
-        self._fallbacks = Counters(
+        self._fallbacks = CounterFamily(
             "attache_fallbacks",
             "Requests that a fallback got, by why: failed (Envoy has gone on to it), no_endpoint, queue, late,"
             " context_window, content_policy, prefill.",
             ["server", "reason"],
             registry,
         )
-        self._spent = Counters(
+        self._spent = CounterFamily(
             "attache_budget_refused_requests", "Requests for which a budget had no room.", ["budget"], registry
         )
-        self._passed = Counters(
+        self._passed = CounterFamily(
             "attache_budget_soft_passed", "Callers that have passed the soft share of a budget.", ["budget"], registry
         )
-        self._warned = Counters(
+        self._warned = CounterFamily(
             "attache_budget_warned_requests", "Requests beyond the soft share of a budget.", ["budget"], registry
         )
-        self._guards = Counters(
+        self._guards = CounterFamily(
             "attache_guard_requests",
             "Requests by what their guard answered (allowed, refused, changed), or why it did not, and whether they"
             " went on.",
             ["guard", "result", "goes_on"],
             registry,
         )
-        self._guard_calls = DeferredHistograms(
+        self._guard_calls = DeferredHistogramFamily(
             "attache_guard_seconds", "Calls of guards, answered or not.", _GUARD_BUCKETS, ["guard"], registry
         )
 
     def count_dispatch(self, decision: Decision) -> None:
         """A request goes to an engine, at once or after a wait."""
-        history, tenant = decision.history, self._tenants.count(decision.tenant, self._clock())
+        history, tenant = decision.history, self._tenants.count_request(decision.tenant, self._clock())
         for grant in decision.grants:
             for charge, level in zip(grant.charges, grant.levels, strict=True):
                 if charge.budget is not None and level <= charge.budget.soft:
@@ -377,7 +377,7 @@ class AdmissionMetrics:
         arrival, outcome = refused.arrival, refused.refusal.outcome
         if isinstance(refused.refusal, BudgetSpent):
             self._spent.add(refused.refusal.budget)
-        self._requests.add(self._tenants.count(arrival.tenant, self._clock()), outcome)
+        self._requests.add(self._tenants.count_request(arrival.tenant, self._clock()), outcome)
         if refused.was_held and refused.queued is not None:
             self._ends.add(arrival.pool.name, self._band(arrival.pool.name, refused.queued), outcome)
 
@@ -454,7 +454,7 @@ class BudgetSeries(PiecewiseCollector):
         """By budget, of the windows that are open. What was used of a budget that has left the configuration is kept,
         as it may return, and has no series.
         """
-        in_use = self._names.in_use("budget")
+        in_use = self._names.names_in_use("budget")
         wall_s, largest = self._wall_clock(), dict[tuple[str, str], list[tuple[float, str]]]()
         for number, one in enumerate(self._levels()):
             if number % _LEVELS_AT_ONCE == _LEVELS_AT_ONCE - 1:

@@ -124,10 +124,12 @@ class EndpointSeries(PiecewiseCollector):
         """One sample an endpoint and family. Values are those of the moment when their piece is written."""
         pools = list(self._pools())
         for family, column in self._columns:
-            yield from family.exposition_chunks(line for pool in pools for line in _lines(family.series, pool, column))
+            yield from family.exposition_chunks(
+                line for pool in pools for line in _lines(family.sample_name, pool, column)
+            )
         yield from _AVOIDED.exposition_chunks(line for pool in pools for line in _avoided_lines(pool))
         yield from _SINCE.exposition_chunks(
-            line for pool in pools for line in _lines(_SINCE.series, pool, self._avoided_since)
+            line for pool in pools for line in _lines(_SINCE.sample_name, pool, self._avoided_since)
         )
         now = self._clock()
         yield from _BREAKER.exposition_chunks(line for pool in pools for line in _breaker_lines(pool, now))

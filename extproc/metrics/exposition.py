@@ -52,7 +52,7 @@ class MetricFamily(msgspec.Struct, frozen=True):
     kind: str = "gauge"
 
     @property
-    def series(self) -> str:
+    def sample_name(self) -> str:
         """The name of its samples."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
@@ -60,11 +60,11 @@ class MetricFamily(msgspec.Struct, frozen=True):
     def head(self) -> str:
         """The two lines before its samples."""
         text = self.text.replace("\\", r"\\").replace("\n", r"\n")
-        return f"# HELP {self.series} {text}\n# TYPE {self.series} {self.kind}\n"
+        return f"# HELP {self.sample_name} {text}\n# TYPE {self.sample_name} {self.kind}\n"
 
     def line(self, values: Sequence[str], value: float) -> str:
         """A sample with these label values."""
-        return f"{self.series}{format_labels(self.labels, values)} {format_number(value)}\n"
+        return f"{self.sample_name}{format_labels(self.labels, values)} {format_number(value)}\n"
 
     def exposition_chunks(self, lines: Iterable[str]) -> Iterator[str]:
         """Head and ``lines``. One may be several, or empty where there is no sample: the search for samples takes time,
@@ -143,7 +143,7 @@ class StaleSeriesRemover(PiecewiseCollector):
         """
         self._names = names
 
-    def in_use(self, label: str) -> Collection[str] | None:
+    def names_in_use(self, label: str) -> Collection[str] | None:
         """None: it is not known which."""
         return self._names().get(label)
 
@@ -193,7 +193,7 @@ def _leave_out(name: str, value: float) -> None:
     log.warning("%s: values that are negative or not finite are left out, such as %s", name, value)
 
 
-class Counters(PiecewiseCollector):
+class CounterFamily(PiecewiseCollector):
     """One counter family. Its label values come from the configuration and from fixed sets, or are bounded by who
     adds.
     """
@@ -243,7 +243,7 @@ class Counters(PiecewiseCollector):
         return self._family.exposition_chunks(self._family.line(values, count) for values, count in self.items())
 
 
-class DeferredHistograms(PiecewiseCollector):
+class DeferredHistogramFamily(PiecewiseCollector):
     """One histogram family. ``bounds``: upper bounds of its buckets, in seconds."""
 
     def __init__(
@@ -282,7 +282,7 @@ class DeferredHistograms(PiecewiseCollector):
         _keep(self._series, self._family, label, names)
 
     @property
-    def pending(self) -> int:
+    def pending_count(self) -> int:
         """Values that are not sorted into buckets yet."""
         return sum(buckets.pending for buckets in self._series.values())
 
@@ -305,7 +305,7 @@ class DeferredHistograms(PiecewiseCollector):
         yield f"{name}_count{own} {format_number(counts[-1][1])}\n{name}_sum{own} {format_number(total)}\n"
 
 
-class DeferredHistogram(DeferredHistograms):
+class DeferredHistogram(DeferredHistogramFamily):
     """One histogram without labels, which is there from the start."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:

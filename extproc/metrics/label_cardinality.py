@@ -39,7 +39,7 @@ class BusiestNames:
         """The name, or the one of all that have no place."""
         return name if name in self._placed else self._others
 
-    def count(self, name: str, now: float) -> str:
+    def count_request(self, name: str, now: float) -> str:
         """One more request. Returns as ``shown_name``; the first names get places at once."""
         if now - self._began_s >= _PERIOD_S:
             self._review(now)

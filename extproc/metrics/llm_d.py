@@ -19,8 +19,8 @@ import msgspec
 from extproc.api.picker_flow_control import MOST_BYTES, MOST_REQUESTS
 from extproc.core.effects import ClientLeft, Decision, OutcomeJoined, RequestRefused
 from extproc.core.request_states import RequestState
-from extproc.errors import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, StoredAnswer
-from extproc.metrics.exposition import Counters, DeferredHistograms, MetricFamily, PiecewiseCollector
+from extproc.metrics.exposition import CounterFamily, DeferredHistogramFamily, MetricFamily, PiecewiseCollector
+from extproc.refusals import EngineStarting, NoEndpoint, QueueFull, QueueTimeout, StoredAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from extproc.admission.fair_queue import BandState, FlowControlGate
-    from extproc.admission.flows import QueuedRequest
+    from extproc.admission.flow_queues import QueuedRequest
     from extproc.core.effects import Effect
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
     from extproc.scheduling.pool import Pool
 
     # the values of all labels, and the sample's
@@ -112,9 +112,9 @@ class _Recorder:
     def __init__(self, registry: CollectorRegistry, kind: _Kind) -> None:
         self._named = [
             (
-                DeferredHistograms(name, kind.text, kind.bounds, labels, registry).observe
+                DeferredHistogramFamily(name, kind.text, kind.bounds, labels, registry).observe
                 if kind.bounds
-                else Counters(name, kind.text, labels, registry).add_amount,
+                else CounterFamily(name, kind.text, labels, registry).add_amount,
                 places,
             )
             for name, labels, places in kind.names()

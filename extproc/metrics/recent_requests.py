@@ -16,8 +16,8 @@ import msgspec
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.explanation import MOST_EXPLAINED, why_chosen
 from extproc.core.request_states import STEP_NAMES, StepName
-from extproc.errors import StoredAnswer
-from extproc.wire_protocol import REQUEST_ID
+from extproc.refusals import StoredAnswer
+from extproc.wire_names import REQUEST_ID
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import OutcomeJoined, RequestEffect
     from extproc.core.explanation import Explanation
     from extproc.core.request_record import Arrival, RequestHead
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
 
 # Nobody has the console open who has not asked for so long.
 OPEN_S: Final = 30.0

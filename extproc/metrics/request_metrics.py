@@ -41,25 +41,25 @@ from extproc.metrics.admission_metrics import (
     PrefillMetrics,
 )
 from extproc.metrics.endpoint_series import EndpointSeries
-from extproc.metrics.exposition import Counters, DeferredHistogram, DeferredHistograms, Registry
+from extproc.metrics.exposition import CounterFamily, DeferredHistogram, DeferredHistogramFamily, Registry
 from extproc.metrics.llm_d import LlmdMetrics
 from extproc.metrics.recent_requests import RecentRequests
 from extproc.metrics.response_cache import ResponseCacheMetrics
-from extproc.metrics.slo_metrics import AnswerTimes, ObjectiveSeries
+from extproc.metrics.slo_metrics import AnswerTimeHistograms, ObjectiveSeries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from prometheus_client import CollectorRegistry
 
-    from extproc.admission.buckets import BucketLevel
     from extproc.admission.fair_queue import FlowControlGate
+    from extproc.admission.token_buckets import BucketLevel
     from extproc.core.effects import Effect
     from extproc.core.shadow_picks import ShadowComparison
-    from extproc.errors import Refusal
     from extproc.line_writer import LineResult
     from extproc.metrics.admission_metrics import WaitingIn
     from extproc.metrics.decision_log import DecisionLog
+    from extproc.refusals import Refusal
     from extproc.scheduling.pool import Pool
 
 _PICK_BUCKETS: Final = (2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3, 6.4e-3, 1.28e-2, 0.1, 1.0)
@@ -117,12 +117,12 @@ class Metrics:
         self.admission = AdmissionMetrics(self.registry, gates, waiting_in, clock)
         self.registry.register(BudgetSeries(budget_levels, wall_clock, self.registry.names))
         self.objectives = ObjectiveSeries(self.registry, wall_clock)
-        self._answer_times = AnswerTimes(self.registry, gates, clock)
+        self._answer_times = AnswerTimeHistograms(self.registry, gates, clock)
         self._adapters, self._prefills = AdapterMetrics(self.registry, pools), PrefillMetrics(self.registry)
         self._activation, self.caches = ActivationMetrics(self.registry), ResponseCacheMetrics(self.registry)
         # those in queues count by band, and with requests that need not wait
         self._waits = {
-            state: DeferredHistograms(
+            state: DeferredHistogramFamily(
                 f"attache_{STEP_NAMES[state]}_wait_seconds",
                 f"What requests waited in the step '{STEP_NAMES[state]}'.",
                 _WAIT_BUCKETS,
@@ -132,17 +132,17 @@ class Metrics:
             for state in sorted(WAITING - {RequestState.QUEUED})
         }
         self._wall_clock, self._clock, self._pools = wall_clock, clock, pools
-        self._requests = Counters("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
+        self._requests = CounterFamily("attache_requests", "Requests by what was decided.", ["outcome"], self.registry)
         self._requests.add_series("picked")
-        self._picks = Counters("attache_picks", "Requests sent to a ModelServer.", ["server"], self.registry)
-        self._answers = Counters(
+        self._picks = CounterFamily("attache_picks", "Requests sent to a ModelServer.", ["server"], self.registry)
+        self._answers = CounterFamily(
             "attache_answers",
             "Answers by ModelServer, class of status, and whether the first choice served.",
             ["server", "status_class", "first_choice"],
             self.registry,
         )
         self._plugin_failures, self._breakers = (
-            Counters(name, text, labels, self.registry)
+            CounterFamily(name, text, labels, self.registry)
             for name, text, labels in (
                 (
                     "attache_plugin_failures",
@@ -157,7 +157,7 @@ class Metrics:
             )
         )
         self._traces, self._log_lines = (
-            Counters(name, text, ["result"], self.registry)
+            CounterFamily(name, text, ["result"], self.registry)
             for name, text in (
                 (
                     "attache_traces",
@@ -193,7 +193,7 @@ class Metrics:
         )
         open_streams = Gauge("attache_open_streams", "ext_proc streams open now.", registry=self.registry)
         open_streams.set_function(lambda: self._open)
-        self._log_entries = Counters(
+        self._log_entries = CounterFamily(
             "attache_access_log_entries", "Access log entries by use.", ["result"], self.registry
         )
         self._log_lag = DeferredHistogram(
@@ -202,19 +202,19 @@ class Metrics:
             _LAG_BUCKETS,
             self.registry,
         )
-        self._shadow_picks = Counters(
+        self._shadow_picks = CounterFamily(
             "attache_shadow_picks",
             "Picks of another picker beside ours: agreed, differed, or why they cannot be compared.",
             ["server", "verdict"],
             self.registry,
         )
-        self._shadow_seconds = Counters(
+        self._shadow_seconds = CounterFamily(
             "attache_shadow_cost_seconds",
             "Expected cost of compared picks, by our estimate: the other picker's and ours.",
             ["server", "picker"],
             self.registry,
         )
-        self._config_reloads = Counters(
+        self._config_reloads = CounterFamily(
             "attache_config_reloads", "Readings of the configuration by result.", ["result"], self.registry
         )
         self._config_valid = Gauge(
@@ -225,24 +225,26 @@ class Metrics:
             "When the configuration in use was read.",
             registry=self.registry,
         )
-        self._kv_events = Counters(
+        self._kv_events = CounterFamily(
             "attache_kv_events", "Messages with KV events, and replays.", ["server", "result"], self.registry
         )
-        self._feed_restarts = Counters(
+        self._feed_restarts = CounterFamily(
             "attache_feed_restarts",
             "Feeds beside the requests that failed and were started again; the log says why.",
             ["feed"],
             self.registry,
         )
-        self._tokenized = Counters(
+        self._tokenized = CounterFamily(
             "attache_tokenized_prompts",
             "Prompts for the precise index: all but `tokenized` were matched by the approximate one.",
             ["server", "result"],
             self.registry,
         )
-        self._shared = Counters("attache_shared_messages", "Messages between processes.", ["result"], self.registry)
+        self._shared = CounterFamily(
+            "attache_shared_messages", "Messages between processes.", ["result"], self.registry
+        )
         self._peers = Gauge("attache_peers", "Other processes that are heard of.", registry=self.registry)
-        self._scrapes = Counters(
+        self._scrapes = CounterFamily(
             "attache_engine_reports", "Readings of engines' metrics.", ["server", "result"], self.registry
         )
         self._stretch = Gauge(
@@ -368,7 +370,7 @@ class Metrics:
         """A request was refused before it came to the core."""
         self._requests.add(refusal.outcome)
 
-    def count_matched_entry(self, ended_at_s: float) -> None:
+    def count_matched_log_entry(self, ended_at_s: float) -> None:
         """An access log entry found its decision; ``ended_at_s``: when the request ended, wall clock."""
         self._log_entries.add("settled")
         self._log_lag.observe(max(0.0, self._wall_clock() - ended_at_s))
@@ -418,7 +420,7 @@ class Metrics:
         """Scrape intervals are so many times as long as configured."""
         self._stretch.set(factor)
 
-    def count_unmatched_entry(self, *, has_ticket: bool) -> None:
+    def count_unmatched_log_entry(self, *, has_ticket: bool) -> None:
         """An access log entry without a ticket, or with one that this process did not give or has settled."""
         self._log_entries.add("unknown_ticket" if has_ticket else "no_ticket")
 

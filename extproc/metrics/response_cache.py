@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Gauge
 
 from extproc.core.effects import CacheLookup, CacheStoreAttempted
-from extproc.metrics.exposition import Counters
+from extproc.metrics.exposition import CounterFamily
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,13 +24,13 @@ class ResponseCacheMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._store: AnswerStore | None = None
-        self._lookups = Counters(
+        self._lookups = CounterFamily(
             "attache_response_cache_lookups",
             "Requests of routes with a response cache: hit, miss or bypass, and why they were not looked up.",
             ["route", "result", "reason"],
             registry,
         )
-        self._answers = Counters(
+        self._answers = CounterFamily(
             "attache_response_cache_answers",
             "Answers that came for the response cache: stored, not_whole, outdated, or unknown: nobody waits for them.",
             ["result"],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.api.status_pages import ObjectiveCounts
+from extproc.api.status_pages import SloObjectiveCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Attainment(msgspec.Struct):
     """One objective, over all processes. ``hours``: good and bad requests by hour since 1970."""
 
-    counts: ObjectiveCounts
+    counts: SloObjectiveCounts
     hours: dict[int, tuple[int, int]]
 
     @property
@@ -52,7 +52,7 @@ def _by_missed(hour: tuple[int, int, int]) -> tuple[int, int]:
     return -hour[1], -hour[0]
 
 
-def merge_attainments(counts: Iterable[ObjectiveCounts]) -> list[Attainment]:
+def merge_attainments(counts: Iterable[SloObjectiveCounts]) -> list[Attainment]:
     """The sum over processes, in the order of names. Targets are those that came last."""
     found: dict[tuple[str, str, str], Attainment] = {}
     for one in counts:

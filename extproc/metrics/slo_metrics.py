@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.slo import LONGEST_WINDOW_S
-from extproc.api.status_pages import ObjectiveCounts
+from extproc.api.status_pages import SloObjectiveCounts
 from extproc.core.effects import SloMissPredicted
-from extproc.metrics.exposition import DeferredHistograms, MetricFamily, PiecewiseCollector
+from extproc.metrics.exposition import DeferredHistogramFamily, MetricFamily, PiecewiseCollector
 from extproc.metrics.label_cardinality import BusiestNames
-from extproc.wire_protocol import truncate_name
+from extproc.wire_names import truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -175,12 +175,12 @@ class ObjectiveSeries(PiecewiseCollector):
             if counter.hours is not None:
                 counter.hours.count(hour, is_met=one.is_met)
 
-    def report(self) -> Iterator[ObjectiveCounts]:
+    def report(self) -> Iterator[SloObjectiveCounts]:
         """Each objective of the configuration, with its hours."""
         hour = int(self._wall_clock() // _HOUR_S)
         for one, name in self._configured():
             counter = self._counter(one, name)
-            yield ObjectiveCounts(
+            yield SloObjectiveCounts(
                 route=one.route,
                 name=one.name,
                 objective=name,
@@ -191,7 +191,7 @@ class ObjectiveSeries(PiecewiseCollector):
                 hours=[] if counter.hours is None else counter.hours.counts(hour),
             )
 
-    def restore(self, kept: Iterable[ObjectiveCounts]) -> None:
+    def restore(self, kept: Iterable[SloObjectiveCounts]) -> None:
         """Go on with the hours of an earlier process; objectives that are no longer there are left out."""
         known = {(one.route, one.name, name): one for one, name in self._configured()}
         newest = int(self._wall_clock() // _HOUR_S)
@@ -202,7 +202,7 @@ class ObjectiveSeries(PiecewiseCollector):
                 if hours is not None:
                     hours.fill(one for one in found.hours if 0 <= one[0] <= newest)
 
-    def remove(self, kept: Iterable[ObjectiveCounts]) -> None:
+    def subtract_counts(self, kept: Iterable[SloObjectiveCounts]) -> None:
         """Take out hours that were restored or reported before."""
         self.restore(
             msgspec.structs.replace(one, hours=[(hour, -good, -bad) for hour, good, bad in one.hours]) for one in kept
@@ -250,7 +250,7 @@ class ObjectiveSeries(PiecewiseCollector):
         return counter
 
 
-class AnswerTimes:
+class AnswerTimeHistograms:
     """Histograms of answers by model, ModelServer and class: that of the objectives, or else the queue's band. And by
     tenant, of the ``MOST_TIMED_TENANTS`` with the most answers of late.
     """
@@ -261,11 +261,11 @@ class AnswerTimes:
         gates: Callable[[], Mapping[str, FlowControlGate]],
         clock: Callable[[], float],
     ) -> None:
-        def histograms(what: str, text: str, bounds: tuple[float, ...]) -> DeferredHistograms:
-            return DeferredHistograms(f"attache_request_{what}_seconds", text, bounds, _ANSWER_LABELS, registry)
+        def histograms(what: str, text: str, bounds: tuple[float, ...]) -> DeferredHistogramFamily:
+            return DeferredHistogramFamily(f"attache_request_{what}_seconds", text, bounds, _ANSWER_LABELS, registry)
 
-        def of_tenants(what: str, text: str) -> DeferredHistograms:
-            return DeferredHistograms(f"attache_tenant_{what}_seconds", text, _TIMES, ("tenant",), registry)
+        def of_tenants(what: str, text: str) -> DeferredHistogramFamily:
+            return DeferredHistogramFamily(f"attache_tenant_{what}_seconds", text, _TIMES, ("tenant",), registry)
 
         self._gates = gates
         self._clock = clock
@@ -283,7 +283,7 @@ class AnswerTimes:
         if times is None:
             return
         labels = self._labels(settled)
-        tenant = self._tenants.count(settled.tenant, self._clock())
+        tenant = self._tenants.count_request(settled.tenant, self._clock())
         self._duration.observe(times.e2e_s, *labels)
         self._tenant_duration.observe(times.e2e_s, tenant)
         self._held.observe(settled.waited_s, *labels)

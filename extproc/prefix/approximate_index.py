@@ -84,14 +84,14 @@ def _rest(prompt: bytes, size: int, start: int) -> Iterator[tuple[bytes]]:
     return iter_unpack(f"{size}s", memoryview(prompt)[start : start + whole])
 
 
-def covered_units(count: int) -> int:
+def size_of_first_blocks(count: int) -> int:
     """The total size of the first ``count`` blocks of any chain, in units of the first block's size."""
     size_class, rest = divmod(count, _BLOCKS_PER_CLASS)
     return _BLOCKS_PER_CLASS * ((1 << size_class) - 1) + (rest << size_class)
 
 
 # The same by ``count``, for all possible chains: a pick reads several of them.
-COVERED_UNITS: Final = tuple(covered_units(count) for count in range(_BLOCKS_PER_CLASS * _CLASSES + 1))
+COVERED_UNITS: Final = tuple(size_of_first_blocks(count) for count in range(_BLOCKS_PER_CLASS * _CLASSES + 1))
 
 
 class PromptTail(msgspec.Struct, frozen=True, array_like=True):
@@ -150,7 +150,7 @@ class ConversationTurns:
             if continued >= 0 and xxhash.xxh3_64_intdigest(rest[: turn.tail.length]) == turn.tail.digest:
                 yield row, turn.tail.length + min(self.answer_share * turn.answer_bytes, continued)
 
-    def learn(self, *, expected: float, found: float) -> None:
+    def learn_answer_share(self, *, expected: float, found: float) -> None:
         """Of ``expected`` tokens of an earlier answer, ``found`` were cached for the next prompt."""
         if expected >= 1:
             share = min(1.0, max(0.0, self.answer_share * found / expected))

@@ -9,8 +9,8 @@ The prompt of a request that was just sent will be cached before its event arriv
 ``SPECULATION_S``.
 
 Engines are not trusted: the memory and time that the events of each can cost this process are bounded. A cleared cache
-counts no more from that moment on. Its blocks are dropped a slice at a time (``sweep``), as a large cache takes half a
-second.
+counts no more from that moment on. Its blocks are dropped a slice at a time (``drop_cleared_blocks``), as a large
+cache takes half a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from extproc.prefix.kv_events import (
+from extproc.prefix.kv_event_decoder import (
     AllBlocksCleared,
     BlockHash,
     BlocksRemoved,
@@ -154,7 +154,7 @@ class KvIndex:
                     self.clear(source)
                 case IgnoredEvent():
                     pass
-        self.sweep()
+        self.drop_cleared_blocks()
 
     def clear(self, source: EventSource) -> None:
         """Drop all blocks of ``source``: its cache is empty, or the index of it is unreliable."""
@@ -165,7 +165,7 @@ class KvIndex:
         for (_, size), blocks in cache.tiers.items():
             self._count(cache, size, -len(blocks))
         self._cleared.append(cache)
-        self.sweep()
+        self.drop_cleared_blocks()
 
     def limit_blocks(self, most_blocks: int) -> None:
         """Of each source. One that has more is cleared, and not complete until its engine has cleared its cache: what
@@ -181,7 +181,7 @@ class KvIndex:
         for source in [one for one in self._caches if one.row == row]:
             self.clear(source)
 
-    def sweep(self) -> bool:
+    def drop_cleared_blocks(self) -> bool:
         """Drop some blocks of cleared caches; whether any are left."""
         room = _SLICE
         while self._cleared and room > 0:

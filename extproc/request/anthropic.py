@@ -24,12 +24,12 @@ from extproc.request.inference_request import (
     InferenceRequest,
     Media,
     OutputTokens,
+    chat_template_texts,
     is_given,
     make_request,
-    template_texts,
 )
 from extproc.request.json_rewrite import span_of
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -83,7 +83,7 @@ class _Source(msgspec.Struct, gc=False):
 def parse_messages(body: bytes) -> InferenceRequest:
     """POST /v1/messages."""
     request = _decoder.decode(body)
-    prompt = _Prompt(template_texts(request))
+    prompt = _Prompt(chat_template_texts(request))
     prompt.add_tools(request.tools)
     prompt.add_system(request.system)
     for message in request.messages:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.inference_request import (
     ABSENT,
     INTERNAL_FIELDS,
@@ -19,12 +19,12 @@ from extproc.request.inference_request import (
     InferenceRequest,
     Media,
     given_values,
+    json_without_closing_mark,
     make_request,
-    open_json_prefix,
     span_of_large_contents,
     steering_fields_in,
 )
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from extproc.request.multipart_form import Form
@@ -55,7 +55,7 @@ def parse_speech(body: bytes) -> InferenceRequest:
     request = _speech.decode(body)
     seconds = memoryview(request.input).nbytes / _CHARACTERS_PER_S
     most = min(MOST_TOKENS, ceil(seconds * TOKENS_PER_S))
-    prompt = b"".join((*given_values(request.instructions, request.ref_text), open_json_prefix(request.input)))
+    prompt = b"".join((*given_values(request.instructions, request.ref_text), json_without_closing_mark(request.input)))
     return make_request(Api.SPEECH, request, prompt, most, span_of_large_contents(request.input, body))
 
 

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import msgspec
 import numpy as np
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.inference_request import ABSENT, NUMBERS, STEERING_FIELDS, InferenceRequest, steering_fields_in
 from extproc.request.multipart_form import read_form
-from extproc.wire_protocol import ANTHROPIC_VERSION, BODY_APIS, Api
+from extproc.wire_names import ANTHROPIC_VERSION, BODY_APIS, Api
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -115,7 +115,7 @@ def check_bounds(body: bytes) -> None:
         while end < len(body) and end - start < 2 * _CHUNK_BYTES and body[end - 1 : end] == b"\\":
             # an escape must not be divided
             end += 1
-        in_chunk, is_inside = count_outside_strings(text[start:end], is_inside=is_inside)
+        in_chunk, is_inside = count_json_marks(text[start:end], is_inside=is_inside)
         counts, start = counts.plus(in_chunk), end
         if counts.is_too_much:
             raise BadRequest(
@@ -124,7 +124,7 @@ def check_bounds(body: bytes) -> None:
             )
 
 
-def count_outside_strings(
+def count_json_marks(
     chunk: np.ndarray[tuple[int], np.dtype[np.uint8]], *, is_inside: bool
 ) -> tuple[JsonMarkCounts, bool]:
     """Of up to 2 MiB that end with no half of an escape. ``is_inside``: whether it begins in a string; also whether it
@@ -247,7 +247,7 @@ class _Sampling(msgspec.Struct, gc=False):
     extra_args: msgspec.Raw = ABSENT
 
 
-def steering_fields_of_unread(body: bytes) -> tuple[str, ...]:
+def steering_fields_of_unread_body(body: bytes) -> tuple[str, ...]:
     """The steering fields of a body; none if it is no JSON object.
 
     Engines read more than JSON: numbers such as NaN, other encodings than UTF-8. In such a body, a field's name in

@@ -13,14 +13,14 @@ from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
-from extproc.errors import BadRequest, CompressedMessage, MethodNotAllowed, RepositoryRefused, UnknownPath
+from extproc.refusals import BadRequest, CompressedMessage, MethodNotAllowed, ModelRepositoryRefused, UnknownPath
 from extproc.request.inference_request import FieldSpan, GrpcModelLocation, InferenceRequest
-from extproc.wire_protocol import APIS_BY_CALL, CALL_ROOTS, REPOSITORY_CALLS, SERVER_CALLS, Api
+from extproc.wire_names import APIS_BY_CALL, CALL_ROOTS, REPOSITORY_CALLS, SERVER_CALLS, Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.wire_protocol import GrpcModelCalls
+    from extproc.wire_names import GrpcModelCalls
 
 # Of a message, and of its part that names the model: requests have some hundreds of tensors.
 MOST_FIELDS: Final = 4096
@@ -82,9 +82,9 @@ def check_headers(headers: Mapping[str, str]) -> None:
 
 
 def refuse_repository_call(path: str) -> None:
-    """Raise RepositoryRefused for the calls by which engines load and unload models, which the controller does."""
+    """Raise ModelRepositoryRefused for the calls by which engines load and unload models, which the controller does."""
     if path in REPOSITORY_CALLS:
-        raise RepositoryRefused(
+        raise ModelRepositoryRefused(
             "Clients cannot list, load or unload the models of an engine; ask for the model that you want to use."
         )
 

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from extproc.api.model_server import InternalField, SteeringField
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.json_rewrite import span_of
-from extproc.wire_protocol import PLAIN_IN_PATHS, Api
+from extproc.wire_names import PLAIN_IN_PATHS, Api
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -379,7 +379,7 @@ class ChatTemplateFields(CommonFields, kw_only=True, gc=False):
     chat_template_kwargs: msgspec.Raw = ABSENT
 
 
-def template_texts(fields: ChatTemplateFields) -> list[msgspec.Raw]:
+def chat_template_texts(fields: ChatTemplateFields) -> list[msgspec.Raw]:
     """What these fields may add to the prompt, at its beginning: a template may write them anywhere.
 
     Arguments that are no text, list or object are switches such as ``enable_thinking``. They are left out: most change
@@ -454,7 +454,7 @@ def given_values(*values: msgspec.Raw) -> list[msgspec.Raw]:
     return [value for value in values if value and value != _NULL]
 
 
-def open_json_prefix(value: msgspec.Raw) -> memoryview:
+def json_without_closing_mark(value: msgspec.Raw) -> memoryview:
     """A JSON string or list without its closing mark, so that a longer one extends it."""
     return memoryview(value)[:-1]
 

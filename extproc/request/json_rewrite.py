@@ -45,7 +45,7 @@ def with_changes(
     return _changed(body, changes, without)
 
 
-def has_plain_names(body: bytes, contents: Span | None = None) -> bool:
+def has_unambiguous_names(body: bytes, contents: Span | None = None) -> bool:
     """Whether every top-level name of ``body`` occurs once, and as it is: no reader can find another value than
     ``parse`` did.
 

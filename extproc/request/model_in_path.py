@@ -11,9 +11,9 @@ import re
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
-from extproc.errors import BadRequest, MethodNotAllowed, UnknownPath
+from extproc.refusals import BadRequest, MethodNotAllowed, UnknownPath
 from extproc.request.inference_request import InferenceRequest, ModelPath
-from extproc.wire_protocol import EXPLAIN_VERB, MODEL_ROOTS, PATH_APIS, Api
+from extproc.wire_names import EXPLAIN_VERB, MODEL_ROOTS, PATH_APIS, Api
 
 _SHOWN_CHARACTERS: Final = 100
 _VERBS: Final = sorted({verb for _, paths in PATH_APIS for verb in paths.verbs if verb}, key=len, reverse=True)

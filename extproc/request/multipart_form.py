@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -21,19 +21,19 @@ from extproc.request.inference_request import (
     InferenceRequest,
     OutputTokens,
     OutputTokensOrNone,
+    chat_template_texts,
     count_prompts,
     given_values,
     is_given,
+    json_without_closing_mark,
     make_request,
     media_in,
     media_of_embeddings,
     media_of_tokens,
-    open_json_prefix,
     span_of_large_contents,
-    template_texts,
 )
 from extproc.request.json_rewrite import span_of
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from extproc.request.json_rewrite import Span
@@ -130,7 +130,7 @@ def parse_chat(body: bytes) -> InferenceRequest:
 
 
 def _chat_prompt(chat: _Chat) -> bytes:
-    parts: list[bytes | msgspec.Raw] = [*template_texts(chat), *given_values(*_tokens(chat), chat.tools)]
+    parts: list[bytes | msgspec.Raw] = [*chat_template_texts(chat), *given_values(*_tokens(chat), chat.tools)]
     for message in chat.messages:
         heading = _HEADINGS.get(message.role) or f"\n{message.role}\n".encode()
         others = _others(message)
@@ -161,7 +161,7 @@ def parse_completion(body: bytes) -> InferenceRequest:
     return make_request(
         Api.COMPLETIONS,
         request,
-        b"".join((embeds, open_json_prefix(request.prompt), suffix)),
+        b"".join((embeds, json_without_closing_mark(request.prompt), suffix)),
         request.max_tokens,
         span_of_large_contents(request.prompt, body),
         answers=prompts.count * max(request.n or 1, request.best_of or 1),
@@ -174,7 +174,9 @@ def parse_embeddings(body: bytes) -> InferenceRequest:
     """POST /v1/embeddings."""
     request = _embeddings_decoder.decode(body)
     prompts, contents = count_prompts(request.input, "input"), span_of_large_contents(request.input, body)
-    prompt = b"".join((*template_texts(request), *given_values(request.messages), open_json_prefix(request.input)))
+    prompt = b"".join(
+        (*chat_template_texts(request), *given_values(request.messages), json_without_closing_mark(request.input))
+    )
     # nothing is written
     return make_request(Api.EMBEDDINGS, request, prompt, None, contents, answers=0, prompts=prompts)
 
@@ -183,7 +185,11 @@ def parse_responses(body: bytes) -> InferenceRequest:
     """POST /v1/responses."""
     fields = _responses_decoder.decode(body)
     before = given_values(fields.tools, fields.instructions, *_previous(fields))
-    parts: list[msgspec.Raw | memoryview] = [*template_texts(fields), *before, open_json_prefix(fields.input)]
+    parts: list[msgspec.Raw | memoryview] = [
+        *chat_template_texts(fields),
+        *before,
+        json_without_closing_mark(fields.input),
+    ]
     contents, media = span_of_large_contents(fields.input, body), media_in([fields.input])
     request = make_request(Api.RESPONSES, fields, b"\n".join(parts), fields.max_output_tokens, contents, media=media)
     is_stored = bool(given_values(fields.previous_response_id, fields.conversation, fields.prompt))

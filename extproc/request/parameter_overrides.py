@@ -14,7 +14,7 @@ import msgspec
 
 from extproc.request.inference_request import ABSENT, is_given
 from extproc.request.json_rewrite import raw_top_level_fields
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -30,7 +30,7 @@ import msgspec
 from extproc.api.addresses import join_host_port
 from extproc.request.inference_request import CHAT_TOKENS, STEERING_FIELDS, is_given
 from extproc.request.json_rewrite import raw_top_level_fields
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

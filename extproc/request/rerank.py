@@ -11,19 +11,19 @@ from typing import Final
 
 import msgspec
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.inference_request import (
     ABSENT,
     CommonFields,
     InferenceRequest,
     PromptCounts,
     given_values,
+    json_without_closing_mark,
     make_request,
     media_in,
-    open_json_prefix,
     span_of_large_contents,
 )
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 _list: Final = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -79,7 +79,7 @@ def _compared(api: Api, fields: _Compared, body: bytes, query: msgspec.Raw, docu
     repeated = (count - 1) * memoryview(query).nbytes if queries == 1 else 0
     repeated += (max(count, queries) - 1) * sum(memoryview(one).nbytes for one in instructions)
     prompts = PromptCounts(max(count, queries), repeated_bytes=repeated)
-    prompt = b"\n".join((*instructions, open_json_prefix(query), open_json_prefix(documents)))
+    prompt = b"\n".join((*instructions, json_without_closing_mark(query), json_without_closing_mark(documents)))
     one, many = media_in([_listed(query)]), media_in([_listed(documents)])
     media = msgspec.structs.replace(one, tokens=(count if queries == 1 else 1) * one.tokens).plus(many)
     return make_request(

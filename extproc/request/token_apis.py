@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.inference_request import (
     ABSENT,
     Answers,
@@ -17,12 +17,12 @@ from extproc.request.inference_request import (
     TokenId,
     count_prompts,
     is_given,
+    json_without_closing_mark,
     make_request,
-    open_json_prefix,
     span_of_large_contents,
     steering_fields_in,
 )
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 
 class _Sampling(msgspec.Struct, gc=False):
@@ -63,7 +63,7 @@ def parse_generate(body: bytes) -> InferenceRequest:
     request = make_request(
         Api.GENERATE,
         fields,
-        b"".join((_media(fields.features), open_json_prefix(fields.token_ids))),
+        b"".join((_media(fields.features), json_without_closing_mark(fields.token_ids))),
         sampling.max_tokens,
         span_of_large_contents(fields.token_ids, body),
         answers=sampling.n or 1,

@@ -88,7 +88,7 @@ def input_tokens(request: InferenceRequest) -> float:
     return request.prompts.token_ids or request.text_bytes / _BYTES_PER_TOKEN + request.media.tokens
 
 
-def compile_body(match: ModelMatch | None) -> BodyConditions | None:
+def compile_body_conditions(match: ModelMatch | None) -> BodyConditions | None:
     """None if the rule has no condition on bodies."""
     if match is None or not match.reads_body:
         return None

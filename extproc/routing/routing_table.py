@@ -13,9 +13,9 @@ import msgspec
 from extproc.api.fallback import Fallback, FallbackRetry
 from extproc.api.match_patterns import compile_expression
 from extproc.api.spec import STEPS_LISTENER
-from extproc.errors import UnknownModel
+from extproc.refusals import UnknownModel
 from extproc.request.parameter_overrides import Overrides
-from extproc.routing.body_match import BodyConditions, BodyFieldReader, compile_body
+from extproc.routing.body_match import BodyConditions, BodyFieldReader, compile_body_conditions
 from extproc.routing.cost_tiers import CompiledTiers, compile_tiers
 from extproc.routing.mirror import CompiledMirror
 from extproc.routing.sticky_split import StickySplit
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Iterator
 
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch, TargetModel
-    from extproc.api.snapshot import Snapshot
     from extproc.request.inference_request import InferenceRequest
 
 # Over headers (lower-case names) and path; None always holds.
@@ -369,7 +369,7 @@ def _compile_rule(route: ModelRoute, number: int, served: _ServedModels, adapter
         count[server] += 1
     sticky = None if rule.sticky == "None" else StickySplit(rule.sticky, route.metadata.key)
     targets = _targets(tuple(found), weights, sticky)
-    return _Rule(compile_match(rule.model_match), targets, compile_body(rule.model_match))
+    return _Rule(compile_match(rule.model_match), targets, compile_body_conditions(rule.model_match))
 
 
 def _compile_overrides(rule: RouteRule, target: TargetModel) -> Overrides | None:

@@ -20,7 +20,7 @@ import xxhash
 
 from extproc.api.model_route import Sticky
 from extproc.api.picker_flow_control import SESSION_HEADERS
-from extproc.wire_protocol import ANONYMOUS
+from extproc.wire_names import ANONYMOUS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.rpc.header_blocks import BadHeaderBlock, HeaderBlocks, Headers
-from extproc.wire_protocol import MOST_STREAMS
+from extproc.wire_names import MOST_STREAMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,8 @@ from extproc.browser_security import add_browser_protection, is_from_loopback
 from extproc.core.effects import BreakerChanged
 from extproc.core.request_record import BUNDLE, GatewayProperties, RequestHead
 from extproc.core.running_requests import merge_loads
-from extproc.errors import Refusal, to_openai_body
 from extproc.page_server import PageServer
+from extproc.refusals import Refusal, to_openai_body
 from extproc.scheduling.model_check import quoted_names
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Middleware
 
-    from extproc.api.status_pages import ConfigReport, EndpointLoad, ObjectiveCounts
+    from extproc.api.status_pages import ConfigReport, EndpointLoad, SloObjectiveCounts
     from extproc.core.core import Core
     from extproc.core.effects import AskGuard, Effect
-    from extproc.core.guards import GuardFailed, GuardReply
+    from extproc.core.guard_decisions import GuardFailed, GuardReply
     from extproc.core.request_record import Arrival
     from extproc.metrics.exposition import Registry
     from extproc.runtime.demand_watch import DemandWatchServer
-    from extproc.streams.context import GatewayOptions
+    from extproc.streams.stream_dependencies import GatewayOptions
 
 _INDEX: Final = {
     "/metrics": "for Prometheus; attache top shows them",
@@ -96,7 +96,7 @@ class ExplainPage:
         ask = None if self._guard_says is None else self._core.guard_ask_for(arrival)
         if ask is None or self._guard_says is None:
             return arrival, ""
-        return self._core.apply_guard_reply(ask, await self._guard_says(ask))
+        return self._core.preview_guard_reply(ask, await self._guard_says(ask))
 
     def _arrival(self, http: web.Request, head: RequestHead, body: bytes) -> tuple[Arrival, GatewayProperties]:
         """The request as the process would get it: of our own bundle, or of a gateway with a pool; raises a Refusal."""
@@ -178,7 +178,7 @@ async def _take(listening: socket.socket, app: web.Application) -> web.AppRunner
     return runner
 
 
-def objectives_page(report: Callable[[], Iterator[ObjectiveCounts]]) -> web.RouteDef:
+def objectives_page(report: Callable[[], Iterator[SloObjectiveCounts]]) -> web.RouteDef:
     """The page SLO_PATH: a line for each objective."""
 
     async def show(request: web.Request) -> web.StreamResponse:
@@ -188,7 +188,7 @@ def objectives_page(report: Callable[[], Iterator[ObjectiveCounts]]) -> web.Rout
     return web.get(SLO_PATH, show)
 
 
-def reset_page(core: Core, clock: Callable[[], float], perform: Callable[[list[Effect]], None]) -> web.RouteDef:
+def breaker_reset_page(core: Core, clock: Callable[[], float], perform: Callable[[list[Effect]], None]) -> web.RouteDef:
     """The page RESET_PATH: a POST closes the breakers of a ModelServer, or that of one of its engines. It changes what
     requests get, so it is for this machine alone, wherever the other pages are served.
     """

@@ -24,8 +24,8 @@ from prometheus_client import disable_created_metrics
 
 from extproc.api.addresses import join_host_port
 from extproc.api.config_loader import ConfigSource
+from extproc.api.config_snapshot import file_descriptor_warnings, limits_without_redis, max_idle_connections
 from extproc.api.gateway_config import why_extproc_unreachable
-from extproc.api.snapshot import file_descriptor_warnings, limits_without_redis, max_idle_connections
 from extproc.api.tracing import Tracing
 from extproc.core.breakers import server_breaker_problems
 from extproc.core.core import Core
@@ -36,18 +36,18 @@ from extproc.feeds.engine_http import EngineCredentials
 from extproc.feeds.engine_scraper import EngineScraper
 from extproc.feeds.guard_client import GuardClient
 from extproc.feeds.kv_events import KvEventFeed
-from extproc.feeds.model_repositories import ModelRepositoryReader
+from extproc.feeds.loaded_models import ModelRepositoryReader
 from extproc.feeds.payload_exporter import PayloadExporter
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.feeds.saved_limits import SavedLimits
 from extproc.feeds.saved_slo_counts import SavedSloCounts
-from extproc.feeds.shared_grants import MmapGrantLedger
+from extproc.feeds.shared_limit_grants import MmapGrantLedger
 from extproc.feeds.state_lock import StateLock
 from extproc.feeds.tokenizers import Tokenizers
 from extproc.feeds.trace_exporter import TraceExporter
 from extproc.feeds.usage_log_writer import UsageLogWriter
 from extproc.feeds.usage_rollup_client import UsageRollupClient
-from extproc.line_writer import LineWriter, call_on_loop
+from extproc.line_writer import LineWriter, make_threadsafe_callback
 from extproc.listen_sockets import listen
 from extproc.llmd.picker_builder import PickerFactory
 from extproc.metrics.decision_log import DecisionLog
@@ -59,11 +59,11 @@ from extproc.runtime.effect_performer import Performer, PreDecisionServices
 from extproc.runtime.worker_settings import WorkerSettings
 from extproc.scheduling.model_check import model_problems
 from extproc.sd_notify import ALIVE, READY, STOPPING, notify, watchdog_s
-from extproc.streams.context import GatewayOptions, StreamContext
 from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.health import HealthPort
 from extproc.streams.server import GrpcServer
+from extproc.streams.stream_dependencies import GatewayOptions, StreamContext
 from extproc.streams.tls import ReloadingCertificate, TlsFiles, TlsRequirements
 from extproc.task_supervisor import Supervisor
 
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-    from extproc.admission.buckets import BucketLevel
-    from extproc.api.snapshot import Snapshot
+    from extproc.admission.token_buckets import BucketLevel
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.status_pages import ConfigReport
     from extproc.core.effects import Work
     from extproc.core.peer_events import PeerEvent
@@ -173,7 +173,7 @@ class App:
             recent=self._recent_grants(origin),
             has_readers=self._has_readers,
         )
-        core.on_wall_clock(wall_clock(), clock())
+        core.align_with_wall_clock(wall_clock(), clock())
         self._log_file = self._open_decision_log()
         metrics = self._metrics = self._make_metrics(self._log_file)
         access = self._access = EngineCredentials(os.environ, clock, settings.files or settings.config.path)
@@ -312,7 +312,7 @@ class App:
         def count(result: LineResult, lines: int) -> None:
             self._metrics.count_log_lines(result, lines)
 
-        return LineWriter(settings.decision_log, call_on_loop(asyncio.get_running_loop(), count))
+        return LineWriter(settings.decision_log, make_threadsafe_callback(asyncio.get_running_loop(), count))
 
     def _load_saved(self, number: int) -> dict[str, SavedLimits | SavedSloCounts]:
         """What outlives the process and was saved, by the name of its feed; raises OSError if there can be no
@@ -524,7 +524,7 @@ class App:
     async def _follow_wall_clock(self) -> None:
         """Once a second, until cancelled: clocks may be set, and windows of budgets end."""
         while True:
-            self._core.on_wall_clock(self._wall_clock(), self._clock())
+            self._core.align_with_wall_clock(self._wall_clock(), self._clock())
             await asyncio.sleep(_POLL_S)
 
     def _budget_levels(self) -> Iterator[BucketLevel]:
@@ -613,7 +613,7 @@ class App:
         # the HTTP library takes as long to load as all else, and requests need not wait for it
         from extproc.console.pages import ConsolePages, ConsoleWorker  # noqa: PLC0415
         from extproc.console.token_auth import token_auth_middleware  # noqa: PLC0415
-        from extproc.runtime.admin_pages import ExplainPage, objectives_page, reset_page, serve_pages  # noqa: PLC0415
+        from extproc.runtime.admin_pages import ExplainPage, breaker_reset_page, objectives_page, serve_pages  # noqa: PLC0415
 
         explain = ExplainPage(
             self._core, self._tokenizers.tokens_of, self._clock, settings.gateway, guard_says=self._guards.ask_guard
@@ -639,13 +639,13 @@ class App:
             self._metrics.registry,
             is_ready=lambda: self._is_ready,
             report=self._report,
-            loads=self._core.loads_in_parts,
+            loads=self._core.engine_loads_by_pool,
             demand=self._demand,
             explain=explain if settings.shows_reasons else None,
             others=[
                 *console.routes(),
                 objectives_page(self._metrics.objectives.report),
-                reset_page(self._core, self._clock, self._performer.perform),
+                breaker_reset_page(self._core, self._clock, self._performer.perform),
             ],
             guard=None if settings.console_token is None else token_auth_middleware(settings.console_token),
         )

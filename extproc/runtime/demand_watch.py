@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.status_pages import demand_delta, next_notify_count
+from extproc.api.status_pages import demand_delta, next_notify_threshold
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection
@@ -43,7 +43,7 @@ class _Follower:
         self.knows: dict[str, int] = {}
 
     def is_news(self, name: str, unfinished: int) -> bool:
-        return unfinished >= next_notify_count(self.knows.get(name, 0))
+        return unfinished >= next_notify_threshold(self.knows.get(name, 0))
 
 
 class DemandWatchServer:
@@ -81,7 +81,7 @@ class DemandWatchServer:
                 servers[name] = server
             if at % _AT_ONCE == 0:
                 await asyncio.sleep(0)
-        return core.meter.page_of(servers, now - self._began_at_s)
+        return core.meter.process_demand_of(servers, now - self._began_at_s)
 
     async def _next_of(self, follower: _Follower, *, spares: bool) -> ProcessDemand:
         """``spares``: a server without requests may be as it was seconds ago, and is the same object then."""
@@ -103,10 +103,10 @@ class DemandWatchServer:
             follower.knows[name] = unfinished
         else:
             follower.knows.pop(name, None)
-        self._core.meter.set_notify_threshold(name, next_notify_count(unfinished))
+        self._core.meter.set_notify_threshold(name, next_notify_threshold(unfinished))
 
     def _spared(self, name: str, now: float) -> ServerDemand | None:
-        mark, known = self._core.meter.idle_marker(self._core.pools, name), self._quiet.get(name)
+        mark, known = self._core.meter.activity_mark_if_idle(self._core.pools, name), self._quiet.get(name)
         if mark is not None and known is not None and known[1] == mark and now - known[0] < _QUIET_S:
             return known[2]
         made = self._made(name, now)
@@ -141,7 +141,7 @@ class DemandWatchServer:
         ignorant = {one for one in self._followers if one.is_news(name, unfinished)}
         self._wake(ignorant)
         for one in self._followers - ignorant:
-            self._core.meter.set_notify_threshold(name, next_notify_count(one.knows.get(name, 0)))
+            self._core.meter.set_notify_threshold(name, next_notify_threshold(one.knows.get(name, 0)))
 
     def _wake(self, followers: Collection[_Follower]) -> None:
         """Their next line is due, before further requests are read."""

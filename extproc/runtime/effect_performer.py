@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.refusals import soft_budget_warning
+from extproc.admission.limit_refusals import soft_budget_warning
 from extproc.api.config_errors import one_line
 from extproc.core.effects import (
     AdapterLoadEnded,
     AskGuard,
     AskLimits,
-    AskTokens,
+    AskPromptTokens,
     BreakerChanged,
     Broadcast,
     CacheLookup,
@@ -42,21 +42,21 @@ from extproc.core.effects import (
 )
 from extproc.endpoints.health import ADVICE
 from extproc.engines.engine_responses import AdapterLoadProblem
-from extproc.errors import InternalError
 from extproc.feeds.guard_client import GuardClient
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.feeds.tokenizers import Tokenizers
+from extproc.refusals import InternalError
 from extproc.scheduling.model_check import quoted_names
 from extproc.task_supervisor import FailureLog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
+    from extproc.core.admission_pipeline import Answer
     from extproc.core.core import Core
     from extproc.core.effects import Effect, Pending, RequestEffect, Work
     from extproc.core.peer_events import EngineReported, EventBatch, PeerEvent
-    from extproc.core.pipeline import Answer
     from extproc.core.request_record import AdapterLoadResult, WorkResult
     from extproc.metrics.request_metrics import Metrics
 
@@ -134,7 +134,7 @@ class Performer:
                 case Decision() | RequestRefused():
                     self._deliver(effect)
                 case (OutcomeJoined() | RequestSloJudged() | SloMissPredicted() | ClientLeft()) | (
-                    CacheLookup() | CacheStoreAttempted() | AskLimits() | AskGuard() | AskTokens() | RequestHeld()
+                    CacheLookup() | CacheStoreAttempted() | AskLimits() | AskGuard() | AskPromptTokens() | RequestHeld()
                 ):
                     # counted; what a request waits for, its stream asks for
                     pass
@@ -168,7 +168,7 @@ class Performer:
         ``tell_gateway``: awaited first if the request is held.
         """
         match pending:
-            case AskTokens():
+            case AskPromptTokens():
                 return await self._tokenizers.tokens_of(pending.arrival)
             case AskGuard():
                 return await self._guards.ask_guard(pending)

@@ -51,7 +51,7 @@ import numpy as np
 from extproc.endpoints.engine_reports import estimated_requests_of_others
 from extproc.endpoints.in_flight import backlogs, requests_in_backlog
 from extproc.endpoints.learned_speeds import service_times
-from extproc.errors import BadRequest, NoEndpoint
+from extproc.refusals import BadRequest, NoEndpoint
 from extproc.request.prefill_protocols import WHOLE
 from extproc.scheduling.disaggregation import PrefillCosts, TransferTimes, choose_decode
 from extproc.scheduling.endpoint_masks import label_groups, rows_with_labels
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from extproc.endpoints.table import Bools, EndpointTable, Floats
     from extproc.scheduling.disaggregation import DisaggregationRule
-    from extproc.scheduling.picker import Demand, View
+    from extproc.scheduling.picker import RequestDemand, View
 
 # Larger than any real cost: an endpoint comes after all of a lower rank.
 _RANK_COST_S: Final = 1e6
@@ -123,23 +123,23 @@ class PrefixAware:
             candidates = view.candidates()
             cost[~candidates] = np.inf
             endpoints = int(np.count_nonzero(candidates))
-        rows = self.order(cost, view.demand.cached_tokens, min(view.choices, endpoints), rng)
+        rows = self.cheapest_rows(cost, view.demand.cached_tokens, min(view.choices, endpoints), rng)
         reasons = (explain_costs(name, cost, view),) if view.wants_reasons else ()
         return Pick(rows, float(cost[rows[0]]), reasons=reasons)
 
-    def costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
+    def costs(self, table: EndpointTable, demand: RequestDemand, now: float) -> Floats:
         """The cost in seconds by row, infinite for rows without an endpoint."""
         cost = self._prefill_costs(table, demand, now, self._interference * table.in_flight)
         cost += self.load_costs(table, demand, now)
         return cost
 
-    def prefill_costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
+    def prefill_costs(self, table: EndpointTable, demand: RequestDemand, now: float) -> Floats:
         """The same of endpoints that only prefill: they have no answers to stop or to slow down."""
         cost = self._prefill_costs(table, demand, now, _ZERO)
         cost += table.absence_cost_s
         return cost
 
-    def _prefill_costs(self, table: EndpointTable, demand: Demand, now: float, stopped: Floats) -> Floats:
+    def _prefill_costs(self, table: EndpointTable, demand: RequestDemand, now: float, stopped: Floats) -> Floats:
         """``stopped``: by row, the weighted answers that wait as long as the own work takes."""
         backlog = backlogs(table, now)
         # few array operations: each call costs more than its arithmetic
@@ -152,7 +152,7 @@ class PrefixAware:
         cost /= table.prefill_rate
         return cost
 
-    def load_costs(self, table: EndpointTable, demand: Demand, now: float) -> Floats:
+    def load_costs(self, table: EndpointTable, demand: RequestDemand, now: float) -> Floats:
         """The second line of the formula; infinite for rows without an endpoint."""
         cost: Floats = table.in_flight * self._request_cost_s
         cost += (self._parameters.decode * demand.decode_s_per_token) * table.in_flight_tokens
@@ -161,7 +161,7 @@ class PrefixAware:
         cost += table.absence_cost_s
         return cost
 
-    def order(self, cost: Floats, cached_tokens: Floats, count: int, rng: random.Random) -> list[int]:
+    def cheapest_rows(self, cost: Floats, cached_tokens: Floats, count: int, rng: random.Random) -> list[int]:
         """The ``count`` cheapest rows, cheapest first. Ties for the first are broken at random."""
         # one more than needed: a tied row may replace the first
         others = _cheapest(cost, min(count + 1, cost.size))
@@ -259,7 +259,7 @@ class PrefillDecodePairs:
         decided = self.decide(self._choices(view, decode, local_cost, prefill_cost, best))
         cost = decided.cost_s
         cost[~decode] = np.inf
-        order = self._costs.order(cost, demand.cached_tokens, int(np.count_nonzero(decode)), rng)
+        order = self._costs.cheapest_rows(cost, demand.cached_tokens, int(np.count_nonzero(decode)), rng)
         first = order[0]
         rows = [row for row in order if group[row] == group[first]][: view.choices]
         reasons = (explain_costs("decode", cost, view),) if view.wants_reasons else ()
@@ -273,7 +273,7 @@ class PrefillDecodePairs:
             for row in np.flatnonzero(np.isfinite(prefill_cost)):
                 factor = self.transfers.factor(table.addresses[row], table.addresses[first])
                 prefill_cost[row] += (factor - 1) * typical_s
-        (prefill,) = self._costs.order(prefill_cost, demand.cached_tokens, 1, rng)
+        (prefill,) = self._costs.cheapest_rows(prefill_cost, demand.cached_tokens, 1, rng)
         if view.wants_reasons:
             reasons = (*reasons, explain_costs("prefill", prefill_cost, view))
         return Pick(rows, float(cost[first]), prefill_row=prefill, stage=SENT_ON, reasons=reasons)

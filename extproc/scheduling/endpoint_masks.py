@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from extproc.wire_protocol import REVISION_LABELS
+from extproc.wire_names import REVISION_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -69,7 +69,7 @@ def rows_running_adapter(table: EndpointTable, adapter: str) -> Bools:
     )
 
 
-def revisions_key(engines: Iterable[Mapping[str, str]]) -> str:
+def revision_set_key(engines: Iterable[Mapping[str, str]]) -> str:
     """Another text for any other set of revisions that engines with these labels are of; empty if none has one."""
     found = {next((one[name] for name in REVISION_LABELS if name in one), "") for one in engines}
     return sha256(msgspec.json.encode(sorted(found))).hexdigest()[:16] if any(found) else ""

@@ -19,9 +19,9 @@ import numpy as np
 
 from extproc.endpoints.learned_speeds import PromptCost
 from extproc.endpoints.table import EndpointConfig, EndpointTable
-from extproc.errors import Refusal
+from extproc.refusals import Refusal
 from extproc.scheduling.framework import NeedsPlugins, SessionPlugin
-from extproc.scheduling.picker import Demand, Pick, PluginFailed, RequestFacts, View
+from extproc.scheduling.picker import Pick, PluginFailed, RequestDemand, RequestFacts, View
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from extproc.endpoints.table import Bools, Floats
-    from extproc.scheduling.framework import ConfiguredPicker, Decider, Profile, Selector
+    from extproc.scheduling.framework import ConfiguredPicker, PrefillDecider, Profile, Selector
 
 _METHODS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -108,7 +108,7 @@ class GuardedPlugin:
         return None if given is None else str(given)
 
     def run(
-        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, PrefillDecider], rng: random.Random
     ) -> Pick:
         """A profile handler."""
         pick = self.call("run", _read_only_view(view), profiles, deciders, rng)
@@ -362,6 +362,6 @@ def _made_up(endpoints: Sequence[Mapping[str, str]]) -> Iterator[View]:
     for tokens, adapter, headers in ((0.0, None, {}), (2_000.0, None, {}), (2_000.0, "adapter", {"x-session-id": "1"})):
         held = np.zeros(len(table.addresses))
         held[:1] = tokens / 2
-        demand = Demand(held, PromptCost().prefill_work(tokens - held, held))
+        demand = RequestDemand(held, PromptCost().prefill_work(tokens - held, held))
         request = RequestFacts(adapter or "model", tokens, adapter, headers, is_trusted=True, priority=-1)
         yield View(table, demand, request, 1.0, sessions=sessions)

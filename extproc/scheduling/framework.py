@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from extproc.errors import NoEndpoint
+from extproc.refusals import NoEndpoint
 from extproc.scheduling.metrics_source import USUAL_NAMES, EngineMetricNames, MetricsSource
 from extproc.scheduling.picker import Pick, Picker, PluginFailed, Reasons, ScorerValues, View, rows_of
 
@@ -54,7 +54,7 @@ class Selector(Protocol):
         ...
 
 
-class Decider(Protocol):
+class PrefillDecider(Protocol):
     """Decides whether a request is prefilled by an endpoint of its own."""
 
     def wants_prefill(self, view: View, decode_row: int) -> bool:
@@ -197,7 +197,7 @@ class ProfileHandler(Protocol):
         ...
 
     def run(
-        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, PrefillDecider], rng: random.Random
     ) -> Pick:
         """Pick endpoints with ``profiles`` and ``deciders``, both by name. Raises NoEndpoint."""
         ...
@@ -216,7 +216,7 @@ class ConfiguredPicker(msgspec.Struct, frozen=True):
 
     handler: ProfileHandler
     profiles: Mapping[str, Profile]
-    deciders: Mapping[str, Decider] = {}
+    deciders: Mapping[str, PrefillDecider] = {}
     sessions: tuple[SessionPlugin, ...] = ()
     prefill_profile: str = ""
     reporters: tuple[UsageReporter, ...] = ()

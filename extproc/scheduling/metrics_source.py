@@ -15,7 +15,7 @@ from extproc.api.engine_connection import CertificateFiles, EngineConnection, En
 from extproc.api.quantities import Duration
 from extproc.api.spec import Port
 from extproc.engines.dialects import DIALECTS, ENGINE_LABELS, ENGINE_TYPES, FAMILIES, Dialect, parse_metric_name
-from extproc.wire_protocol import MODELS_PATH
+from extproc.wire_names import MODELS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,7 +38,7 @@ class CustomMetric(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_f
     optional: bool = False
 
 
-class EngineConfig(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class EngineTypeMetrics(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """What the metrics of one type of engine are called, each as ``name`` or ``name{label=value}``.
 
     What is left out is called as in the engine of that ``name``, if that is known. ``customMetrics`` are read of every
@@ -90,7 +90,7 @@ class MetricsExtractor(msgspec.Struct, frozen=True, rename="camel", forbid_unkno
     endpoints, looked for on the metrics page of every engine.
     """
 
-    engine_configs: tuple[EngineConfig, ...] = ()
+    engine_configs: tuple[EngineTypeMetrics, ...] = ()
     default_engine: str = ""
     engine_label_key: str = ""
 

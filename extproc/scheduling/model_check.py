@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from extproc.scheduling.pool import Pool
-    from extproc.wire_protocol import Api
+    from extproc.wire_names import Api
 
 _NOT_FOUND: Final = 404
 # A list is read every 5 s, or in place of every fourth report: it may be missed twice.

@@ -12,7 +12,7 @@ import numpy as np
 from extproc.endpoints.breaker_ranks import breaker_ranks, least_by_row
 from extproc.endpoints.in_flight import backlogs
 from extproc.endpoints.table import Bools, EndpointTable, Floats
-from extproc.errors import NoEndpoint
+from extproc.refusals import NoEndpoint
 from extproc.scheduling.sessions import TenantSessions
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class PluginFailed(Exception):
         self.__cause__ = cause
 
 
-class Demand(msgspec.Struct, frozen=True):
+class RequestDemand(msgspec.Struct, frozen=True):
     """What a request requires of each endpoint, by row.
 
     ``cached_tokens``: tokens of its prompt that are probably cached. ``work``: remaining prefill work in tokens,
@@ -79,7 +79,7 @@ class View(msgspec.Struct, frozen=True):
     """
 
     table: EndpointTable
-    demand: Demand
+    demand: RequestDemand
     request: RequestFacts
     now_s: float
     eligible: Bools | None = None

@@ -24,7 +24,7 @@ from extproc.scheduling.picker import Picker
 
 if TYPE_CHECKING:
     from extproc.api.config_errors import Mistake
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 # The picker that a ModelServer names, with the EndpointPickerConfigs by the names of their files; raises ConfigInvalid.
 MakePicker = Callable[[ModelServerSpec, Mapping[str, PickerFile]], Picker]
@@ -73,7 +73,9 @@ def pickers_for(snapshot: Snapshot, previous: Mapping[str, CachedPicker], make: 
 def make_picker_without_files(spec: ModelServerSpec, files: Mapping[str, PickerFile]) -> Picker:
     """A ``MakePicker`` that reads no files."""
     if spec.picker_config is not None:
-        raise ConfigInvalid(files[spec.picker_config].document.mistakes([((), "this process reads no such files")]))
+        raise ConfigInvalid(
+            files[spec.picker_config].document.locate_mistakes([((), "this process reads no such files")])
+        )
     return default_picker(spec)
 
 

@@ -21,7 +21,7 @@ from extproc.scheduling.framework import (
 )
 from extproc.scheduling.metrics_source import MetricsExtractor, MetricsSource, merge_extractors
 from extproc.scheduling.plugins.profile_handlers import SingleProfileHandler
-from extproc.scheduling.plugins.selectors import MaxScoreSelector
+from extproc.scheduling.plugins.score_selectors import MaxScoreSelector
 from extproc.scheduling.registry import PluginType
 
 if TYPE_CHECKING:

@@ -33,12 +33,12 @@ from extproc.scheduling.endpoint_masks import (
     Readiness,
     prefill_decode_rows,
     readiness_of,
-    revisions_key,
+    revision_set_key,
     rows_serving_adapter,
 )
 from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.metrics_source import USUAL_NAMES, scrape_config_of
-from extproc.scheduling.picker import Demand, Pick, Picker, RequestFacts, View
+from extproc.scheduling.picker import Pick, Picker, RequestDemand, RequestFacts, View
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from extproc.api.pricing import Price
     from extproc.engines.dialects import Dialect
     from extproc.prefix.approximate_index import BlockPin
-    from extproc.wire_protocol import Api
+    from extproc.wire_names import Api
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
@@ -158,7 +158,7 @@ class Pool:
     cost. ``may_lack_model``: an engine of it lists other models. ``apis_without_model``: see ``model_check``.
     ``prefill_protocol``: of the leg that extproc makes, None if it makes none. ``transfers``: of its picker's pairs.
     ``breaker``: of the ModelServer, ``health``: how its requests ended. ``turns``: when this process may begin probes.
-    ``revisions``: of its engines that get requests, or of the last ones that did; see ``revisions_key``.
+    ``revisions``: of its engines that get requests, or of the last ones that did; see ``revision_set_key``.
     """
 
     def __init__(self, name: str, spec: ModelServerSpec, picker: Picker, turns: ProbeTurns | None = None) -> None:
@@ -213,7 +213,7 @@ class Pool:
         self.slots = make_adapter_slots(spec, self.table, self.slots)
         self.readiness = readiness_of(self.table, spec.pd_group)
         if staying := [one.labels for one in spec.endpoints if not one.draining]:
-            self.revisions = revisions_key(staying)
+            self.revisions = revision_set_key(staying)
         group = spec.pd_group
         connector = group.connector if group is not None and group.has_gateway_prefill else None
         self.prefill_protocol = None if connector is None else PROTOCOLS.get(connector)
@@ -429,7 +429,7 @@ class Pool:
         endpoint = _with_pass(endpoint, record_probe(self.table, row, sent.endpoint.passed, now))
         if prefill is not None and sent.prefill is not None:
             prefill = _with_pass(prefill, record_probe(self.table, prefill.row, sent.prefill.passed, now))
-        if sent.passed.ticket and self.breaker.is_current(sent.passed, now):
+        if sent.passed.ticket and self.breaker.is_current_result(sent.passed, now):
             self.breaker = self.breaker.with_probe_lease(sent.passed.ticket, now)
         counted = msgspec.structs.replace(
             sent,
@@ -459,7 +459,7 @@ class Pool:
         self._end(assignment.endpoint, assignment.tokens, now)
         if assignment.prefill is not None:
             self._end(assignment.prefill, assignment.tokens, now)
-        if assignment.passed.ticket and self.breaker.is_current(assignment.passed, now):
+        if assignment.passed.ticket and self.breaker.is_current_result(assignment.passed, now):
             self.breaker = self.breaker.after_probe_stream(assignment.passed.ticket, now)
         if assignment.adapter is not None and self.slots is not None:
             self.slots.on_request_ended(assignment.endpoint, assignment.adapter, now)
@@ -525,7 +525,7 @@ class Pool:
         self.update_retry_times(now)
         return least_ranked(table, rows, now)
 
-    def _lacking(self, expectation: PromptExpectation, picked: int | None, tokens: float) -> Demand:
+    def _lacking(self, expectation: PromptExpectation, picked: int | None, tokens: float) -> RequestDemand:
         """The index has the prompt at the endpoint that was picked, but ``tokens`` of it were to come there."""
         demand = expectation.demand
         if picked is None:

@@ -20,7 +20,7 @@ from extproc.scheduling.plugins import (
     latency,
     multicluster,
     profile_handlers,
-    selectors,
+    score_selectors,
     usage_reporters,
 )
 from extproc.scheduling.plugins import load_scorers as load
@@ -99,7 +99,7 @@ _SCORERS: Final = {
     "endpoint-attribute-weight-scorer": label_plugins.AttributeWeightParameters,
     "slo-aware-routing": deprecated_types.SloAwareScorer,
     "slo-scorer": deprecated_types.SloAwareScorer,
-    "thunder-agent": affinity.ThunderAgent,
+    "thunder-agent": affinity.ThunderAgentAffinity,
     "latency-observation-scorer-hub": multicluster.MulticlusterLatencyScorer,
     "multicluster-kv-cache-utilization-scorer": multicluster.MulticlusterKvCacheScorer,
     "multicluster-prefix-cache-scorer": multicluster.MulticlusterPrefixCacheScorer,
@@ -119,13 +119,13 @@ _SCORERS: Final = {
 }
 _PICKERS: Final = {
     # llm-d's
-    "max-score-picker": selectors.MaxScoreSelector,
-    "max-score": selectors.MaxScoreSelector,
-    "random-picker": selectors.RandomSelector,
-    "weighted-random-picker": selectors.WeightedRandomSelector,
+    "max-score-picker": score_selectors.MaxScoreSelector,
+    "max-score": score_selectors.MaxScoreSelector,
+    "random-picker": score_selectors.RandomSelector,
+    "weighted-random-picker": score_selectors.WeightedRandomSelector,
     # ours
-    "power-of-two-picker": selectors.PowerOfTwoSelector,
-    "softmax-picker": selectors.SoftmaxSelector,
+    "power-of-two-picker": score_selectors.PowerOfTwoSelector,
+    "softmax-picker": score_selectors.SoftmaxSelector,
 }
 _HANDLERS: Final = {
     "single-profile-handler": profile_handlers.SingleProfileHandler,
@@ -139,8 +139,8 @@ _HANDLERS: Final = {
     "slo-aware-profile-handler": deprecated_types.SloAwareProfileHandler,
 }
 _DECIDERS: Final = {
-    "prefix-based-pd-decider": profile_handlers.PrefixBasedDecider,
-    "always-disagg-pd-decider": profile_handlers.AlwaysDecider,
+    "prefix-based-pd-decider": profile_handlers.PrefixBasedPrefillDecider,
+    "always-disagg-pd-decider": profile_handlers.AlwaysRemotePrefillDecider,
 }
 _ADMITTERS: Final = {
     "probabilistic-admitter": latency.ProbabilisticAdmitter,
@@ -175,23 +175,23 @@ class _Unusable(msgspec.Struct, frozen=True):
     """In place of a plugin that cannot be loaded."""
 
 
-def types_of(kind: Kind, classes: Mapping[str, type]) -> dict[str, PluginType]:
+def plugin_types_by_name(kind: Kind, classes: Mapping[str, type]) -> dict[str, PluginType]:
     """``classes`` by their configured names."""
     return {name: PluginType(kind, cls) for name, cls in classes.items()}
 
 
 PLUGIN_TYPES: Final[Mapping[str, PluginType]] = MappingProxyType(
     {
-        **types_of("filter", _FILTERS),
-        **types_of("scorer", _SCORERS),
-        **types_of("filter and scorer", {"context-length-aware": label_plugins.ContextLengthAware}),
-        **types_of("picker", _PICKERS),
-        **types_of("profile handler", _HANDLERS),
-        **types_of("decider", _DECIDERS),
-        **types_of("reporter", {"request-attribute-reporter": usage_reporters.RequestAttributeReporter}),
-        **types_of("admitter", _ADMITTERS),
-        **types_of("screener", _SCREENERS),
-        **types_of("data source", _SOURCES),
+        **plugin_types_by_name("filter", _FILTERS),
+        **plugin_types_by_name("scorer", _SCORERS),
+        **plugin_types_by_name("filter and scorer", {"context-length-aware": label_plugins.ContextLengthAware}),
+        **plugin_types_by_name("picker", _PICKERS),
+        **plugin_types_by_name("profile handler", _HANDLERS),
+        **plugin_types_by_name("decider", _DECIDERS),
+        **plugin_types_by_name("reporter", {"request-attribute-reporter": usage_reporters.RequestAttributeReporter}),
+        **plugin_types_by_name("admitter", _ADMITTERS),
+        **plugin_types_by_name("screener", _SCREENERS),
+        **plugin_types_by_name("data source", _SOURCES),
     }
 )
 

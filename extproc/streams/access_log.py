@@ -14,7 +14,7 @@ from extproc.core.orphaned_requests import OrphanedOutcome
 from extproc.core.request_record import Outcome
 from extproc.streams.headers import is_encoded, read_retry_after
 from extproc.streams.usage_reader import MOST_REPORTED
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     CONTENT_ENCODING,
@@ -48,7 +48,6 @@ from extproc.wire_protocol import (
 )
 
 if TYPE_CHECKING:
-    from extproc.streams.context import StreamContext
     from extproc.streams.messages import (
         AccessLogCommon,
         Duration,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
         StreamAccessLogsMessage,
         Struct,
     )
+    from extproc.streams.stream_dependencies import StreamContext
     from extproc.task_supervisor import FailureLog
 
 
@@ -96,9 +96,9 @@ def _receive(entry: HttpAccessLogEntry, context: StreamContext, now: float) -> N
     context.perform(effects)
     settled = next((one for one in effects if isinstance(one, OutcomeJoined)), None)
     if settled is None:
-        context.metrics.count_unmatched_entry(has_ticket=bool(outcome.ticket))
+        context.metrics.count_unmatched_log_entry(has_ticket=bool(outcome.ticket))
     elif settled.is_ours:
-        context.metrics.count_matched_entry(_arrived_s(entry) + outcome.duration_s)
+        context.metrics.count_matched_log_entry(_arrived_s(entry) + outcome.duration_s)
 
 
 def _orphan(entry: HttpAccessLogEntry, outcome: Outcome) -> OrphanedOutcome | None:

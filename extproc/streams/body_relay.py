@@ -51,9 +51,9 @@ def _heads(size: int) -> tuple[bytes, bytes] | None:
     whole has such a message.
     """
     for piece_size in range(max(size - _LONGEST_HEAD, 0), min(size, MOST_BODY_BYTES + 1)):
-        head = _PIECE.head(piece_size)
+        head = _PIECE.bytes_before_value(piece_size)
         if len(head) + piece_size == size:
-            return head, RESPONSE_PIECE[False].head(piece_size)
+            return head, RESPONSE_PIECE[False].bytes_before_value(piece_size)
     return None
 
 
@@ -61,7 +61,7 @@ def _tail_of(message: bytes) -> bytes:
     """What stands behind the piece: metadata. Nothing if the message is not a piece in the middle."""
     try:
         size = len(ProcessingRequest.FromString(message).response_body.body)
-        head = _PIECE.head(size)
+        head = _PIECE.bytes_before_value(size)
         tail = message[len(head) + size :]
         is_piece = message.startswith(head) and ProcessingRequest.FromString(tail).WhichOneof("request") is None
     except DecodeError:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote_to_bytes
 
 from extproc.core.request_builder import refuse_repository_path
-from extproc.errors import MethodNotAllowed, ModelNotReady, UnknownModel
+from extproc.refusals import MethodNotAllowed, ModelNotReady, UnknownModel
 from extproc.request.grpc_call import read_call
 from extproc.request.model_in_path import read_model_path
 from extproc.streams.headers import error_form
-from extproc.streams.responses import encode_field, json_answer, model_answer, models_answer, self_call_answer
-from extproc.wire_protocol import (
+from extproc.streams.responses import encode_field, json_answer, model_answer, models_answer, reroute_to_extproc_answer
+from extproc.wire_names import (
     ANSWERS_SERVICE,
     LIVE_PATH,
     METADATA_CALL,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from extproc.core.request_record import RequestHead
     from extproc.request.inference_request import ModelPath
-    from extproc.streams.context import StreamContext
+    from extproc.streams.stream_dependencies import StreamContext
 
 # No other path is answered here.
 _ROOTS: Final = (MODELS_PATH, SERVER_ROOT)
@@ -84,7 +84,7 @@ def direct_call_response(context: StreamContext, head: RequestHead, body: bytes)
     else:
         is_ready = head.path != READY_CALL or builder.has_ready_engine(_CALLS, now)
     context.metrics.count_direct_response("health")
-    return self_call_answer(_OF_SERVER if head.path == METADATA_CALL else _YES if is_ready else _NO)
+    return reroute_to_extproc_answer(_OF_SERVER if head.path == METADATA_CALL else _YES if is_ready else _NO)
 
 
 def _of_server(context: StreamContext, head: RequestHead) -> bytes:
@@ -138,7 +138,9 @@ def _of_models(context: StreamContext, head: RequestHead, named: ModelPath | Non
     context.metrics.count_direct_response("models_listed")
     form = error_form(head)
     if model is not None:
-        return model_answer(model, context.started_s, form, context.core.load_for_caller(head, name, context.clock()))
+        return model_answer(
+            model, context.started_s, form, context.core.load_fraction_for_caller(head, name, context.clock())
+        )
     return models_answer(context.core.builder.models_for(head), context.started_s, form)
 
 

@@ -41,7 +41,7 @@ from extproc.streams.responses import (
     scores_metadata,
 )
 from extproc.streams.usage_reader import UsageReader, usage_reports_metadata
-from extproc.wire_protocol import CONTENT_ENCODING, RETRY_AFTER
+from extproc.wire_names import CONTENT_ENCODING, RETRY_AFTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from extproc.core.request_record import RequestHead
     from extproc.scheduling.framework import UsageReporter
     from extproc.scheduling.picker import PluginFailed
-    from extproc.streams.context import StreamContext
     from extproc.streams.messages import ProcessingRequest
+    from extproc.streams.stream_dependencies import StreamContext
     from extproc.streams.usage_reader import ReportedUsage
 
 _GATEWAY_TIMEOUT: Final = 504

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from extproc.core.effects import Decision, RequestHeld, RequestRefused
 from extproc.core.request_record import BUNDLE, GatewayProperties
-from extproc.errors import BadRequest, InternalError, Refusal
+from extproc.refusals import BadRequest, InternalError, Refusal
 from extproc.streams.direct_responses import OWN_CALLS, direct_call_response, direct_response
 from extproc.streams.headers import (
     UNKNOWN,
@@ -42,17 +42,17 @@ from extproc.streams.responses import (
     refusal_answer,
     trace_metadata,
 )
-from extproc.wire_protocol import CONTENT_ENCODING
+from extproc.wire_names import CONTENT_ENCODING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from extproc.core.admission_pipeline import Answer
     from extproc.core.effects import Pending
     from extproc.core.payload_log import PayloadCapture
-    from extproc.core.pipeline import Answer
     from extproc.core.request_record import RequestHead
-    from extproc.streams.context import StreamContext
     from extproc.streams.messages import HttpBody, ProcessingRequest
+    from extproc.streams.stream_dependencies import StreamContext
 
 # Statuses before it are interim answers.
 _FINAL: Final = 200

@@ -10,8 +10,8 @@ from urllib.parse import unquote
 import msgspec
 
 from extproc.core.request_record import RequestHead
-from extproc.errors import ErrorForm
-from extproc.wire_protocol import (
+from extproc.refusals import ErrorForm
+from extproc.wire_names import (
     ANTHROPIC_PATHS,
     ANTHROPIC_VERSION,
     BUNDLE_MARK,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.effects import Decision, Pending, RequestRefused
 from extproc.core.trace import Trace
 from extproc.core.trace_attributes import decision_tags, pick_attributes, request_tags
-from extproc.errors import StoredAnswer
+from extproc.refusals import StoredAnswer
 
 if TYPE_CHECKING:
+    from extproc.core.admission_pipeline import Answer
     from extproc.core.effects import RequestEffect
-    from extproc.core.pipeline import Answer
     from extproc.core.request_record import Arrival, GatewayProperties
     from extproc.scheduling.pool import Assignment
-    from extproc.streams.context import StreamContext
+    from extproc.streams.stream_dependencies import StreamContext
 
 # Why a request has no engine whose client did not wait for one.
 _LEFT: Final = "client_left"

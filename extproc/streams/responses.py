@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.refusals import headers_of_grants
-from extproc.errors import (
+from extproc.admission.limit_refusals import headers_of_grants
+from extproc.refusals import (
     ErrorForm,
     StoredAnswer,
     anthropic_status,
     grpc_status,
     to_anthropic_body,
     to_openai_body,
-    to_text_body,
+    to_plain_error_body,
 )
 from extproc.request.grpc_call import encode_varint
 from extproc.streams.message_order import BodyMode
@@ -44,7 +44,7 @@ from extproc.streams.messages import (
     Value,
 )
 from extproc.translate.directive import encode_directive
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     ACCEPT_ENCODING,
     CACHE,
     CLAMPS,
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from extproc.core.effects import Decision
     from extproc.core.request_record import Attempts
     from extproc.core.trace import Trace
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
     from extproc.routing.routing_table import ListedModel
     from extproc.streams.messages import ProcessingRequest
     from extproc.translate.directive import TranslationDirective
@@ -176,9 +176,9 @@ class MessageTemplate:
     def fill(self, value: bytes) -> tuple[bytes, bytes, bytes]:
         """The message with ``value``, in parts."""
         size = len(value)
-        return self.head(size), value, self._tail
+        return self.bytes_before_value(size), value, self._tail
 
-    def head(self, size: int) -> bytes:
+    def bytes_before_value(self, size: int) -> bytes:
         """All that stands before a value of ``size`` bytes: only the lengths of the fields around it depend on it."""
         return self._heads.get(size) or self._made_head(size)
 
@@ -564,7 +564,7 @@ def refusal_answer(refusal: Refusal, form: ErrorForm = ErrorForm.OPENAI, usage: 
     elif form is ErrorForm.ANTHROPIC:
         status, body = anthropic_status(refusal), to_anthropic_body(refusal)
     else:
-        to_body = to_text_body if form is ErrorForm.TEXT else to_openai_body
+        to_body = to_plain_error_body if form is ErrorForm.TEXT else to_openai_body
         status, body = refusal.status, to_body(refusal)
     answer = immediate_answer(
         status, body, headers, details=DETAILS_PREFIX + refusal.outcome, status_of_call=status_of_call
@@ -594,7 +594,7 @@ def immediate_answer(
     return answer.SerializeToString()
 
 
-def self_call_answer(path: str) -> bytes:
+def reroute_to_extproc_answer(path: str) -> bytes:
     """Answer a whole body: extproc itself is to answer the call, which is for ``path`` then."""
     headers = encode_field(_HEADER_MUTATION_TAG, _TO_EXTPROC + b"".join(_PATH.fill(path.encode())))
     return encode_field(_REQUEST_BODY_TAG, encode_field(_RESPONSE_TAG, _CLEAR_ROUTE_CACHE + headers))

@@ -20,19 +20,19 @@ from extproc.streams.health import EXTERNAL_PROCESSOR, HealthService
 from extproc.streams.message_order import ANSWER_KINDS, IllegalMessage
 from extproc.streams.messages import ProcessingRequest, StreamAccessLogsMessage
 from extproc.task_supervisor import FailureLog
-from extproc.wire_protocol import BUNDLE_MARK, STORE_KIND, STORE_PATH, STORE_TICKET
+from extproc.wire_names import BUNDLE_MARK, STORE_KIND, STORE_PATH, STORE_TICKET
 
 if TYPE_CHECKING:
     import socket
     import ssl
     from collections.abc import Awaitable, Callable, Coroutine
 
+    from extproc.core.admission_pipeline import Answer
     from extproc.core.effects import Decision, Pending, RequestRefused
-    from extproc.core.pipeline import Answer
     from extproc.rpc.server import Relay, RpcCall
-    from extproc.streams.context import StreamContext
     from extproc.streams.exchange import Exchange
     from extproc.streams.headers import StreamOrigin
+    from extproc.streams.stream_dependencies import StreamContext
 
 log = logging.getLogger(__name__)
 ACCESS_LOG: Final = "envoy.service.accesslog.v3.AccessLogService"

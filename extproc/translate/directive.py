@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 # By client's API: the engine's, fewest steps first, as chat is the hub. Each with its name here.
 _ENGINE_APIS: Final[Mapping[Api, tuple[Api, ...]]] = MappingProxyType(

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.errors import BadRequest, Refusal, UntranslatableAnswer
-from extproc.wire_protocol import ANTHROPIC_TYPES
+from extproc.refusals import BadRequest, Refusal, UntranslatableAnswer
+from extproc.wire_names import ANTHROPIC_TYPES
 
 Object = dict[str, Any]
 # A token count above this is no count.

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from extproc.errors import BadRequest, UnknownPath
+from extproc.refusals import BadRequest, UnknownPath
 from extproc.translate import anthropic_messages, chat, json_fields, openai_responses
 from extproc.translate.directive import NAMES
 from extproc.translate.json_fields import DroppedFields, Malformed, Object
 from extproc.translate.server_sent_events import DONE, EventReader
-from extproc.wire_protocol import ANTHROPIC_VERSION, DEFAULT_ANTHROPIC_VERSION
+from extproc.wire_names import ANTHROPIC_VERSION, DEFAULT_ANTHROPIC_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
 
 _DIALECTS: Final[Mapping[str, _Dialect]] = MappingProxyType(
     {"chat": chat, "messages": anthropic_messages, "responses": openai_responses}

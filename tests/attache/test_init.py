@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
     class Start(Protocol):
         def __call__(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from bench.stack.stack import documents
+from bench.stack.loopback_stack import documents
 from controller.audit import (
     AuditedObject,
     AuditLog,

@@ -12,12 +12,12 @@ from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Decision, OutcomeJoined, RequestRefused
 from extproc.core.request_states import RequestState
-from extproc.streams.context import GatewayOptions, StreamContext
+from extproc.streams.stream_dependencies import GatewayOptions, StreamContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.effects import Effect
     from extproc.core.request_record import Outcome, RequestHead
     from extproc.metrics.request_metrics import Metrics

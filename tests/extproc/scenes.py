@@ -18,7 +18,7 @@ from extproc.core.request_record import RequestHead
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.effects import Effect, RequestEffect
     from extproc.core.request_record import Arrival
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube import resources as known
-from controller.kube.resources import Resource
+from controller.kube import api_resources as known
+from controller.kube.api_resources import ApiResource
 from tests.fake_api.patches import BUILT_IN_KEYS, keys_in
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class ServedKind(msgspec.Struct, frozen=True):
     ``scale``: of a custom resource that has one; the scales of built-in kinds are the objects themselves.
     """
 
-    resource: Resource
+    resource: ApiResource
     has_status: bool = False
     counts_generations: bool = True
     schema: dict[str, Any] = {}
@@ -241,26 +241,29 @@ _BUILT_IN: Final = (
     ServedKind(known.LEASES, counts_generations=False),
     ServedKind(known.CRDS, has_status=True, short_names=("crd", "crds")),
     ServedKind(
-        Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"), has_status=True, short_names=("pvc",)
+        ApiResource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"), has_status=True, short_names=("pvc",)
     ),
-    ServedKind(Resource("apps", "v1", "replicasets", "ReplicaSet"), has_status=True, short_names=("rs",)),
-    ServedKind(Resource("apps", "v1", "statefulsets", "StatefulSet"), has_status=True, short_names=("sts",)),
-    ServedKind(Resource("apps", "v1", "daemonsets", "DaemonSet"), has_status=True, short_names=("ds",)),
+    ServedKind(ApiResource("apps", "v1", "replicasets", "ReplicaSet"), has_status=True, short_names=("rs",)),
+    ServedKind(ApiResource("apps", "v1", "statefulsets", "StatefulSet"), has_status=True, short_names=("sts",)),
+    ServedKind(ApiResource("apps", "v1", "daemonsets", "DaemonSet"), has_status=True, short_names=("ds",)),
     ServedKind(
-        Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler"),
+        ApiResource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler"),
         has_status=True,
         short_names=("hpa",),
     ),
-    ServedKind(Resource("batch", "v1", "jobs", "Job"), has_status=True),
+    ServedKind(ApiResource("batch", "v1", "jobs", "Job"), has_status=True),
     ServedKind(
-        Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"), has_status=True, short_names=("pdb",)
+        ApiResource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
+        has_status=True,
+        short_names=("pdb",),
     ),
-    ServedKind(Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"), short_names=("netpol",)),
-    ServedKind(Resource(_RBAC, "v1", "roles", "Role"), counts_generations=False),
-    ServedKind(Resource(_RBAC, "v1", "rolebindings", "RoleBinding"), counts_generations=False),
-    ServedKind(Resource(_RBAC, "v1", "clusterroles", "ClusterRole", namespaced=False), counts_generations=False),
+    ServedKind(ApiResource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"), short_names=("netpol",)),
+    ServedKind(ApiResource(_RBAC, "v1", "roles", "Role"), counts_generations=False),
+    ServedKind(ApiResource(_RBAC, "v1", "rolebindings", "RoleBinding"), counts_generations=False),
+    ServedKind(ApiResource(_RBAC, "v1", "clusterroles", "ClusterRole", namespaced=False), counts_generations=False),
     ServedKind(
-        Resource(_RBAC, "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False), counts_generations=False
+        ApiResource(_RBAC, "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False),
+        counts_generations=False,
     ),
 )
 
@@ -339,7 +342,7 @@ def kinds_of(crd: Mapping[str, Any]) -> Iterable[ServedKind]:
     for version in spec["versions"]:
         if not version.get("served", True):
             continue
-        resource = Resource(
+        resource = ApiResource(
             spec["group"], version["name"], names["plural"], names["kind"], namespaced=spec["scope"] == "Namespaced"
         )
         schema = (version.get("schema") or {}).get("openAPIV3Schema") or {}
@@ -353,7 +356,7 @@ def kinds_of(crd: Mapping[str, Any]) -> Iterable[ServedKind]:
         )
 
 
-def _place(resource: Resource) -> tuple[str, str, str]:
+def _place(resource: ApiResource) -> tuple[str, str, str]:
     return resource.group, resource.version, resource.plural
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube.resources import CRDS, SECRETS, Object
+from controller.kube.api_resources import CRDS, SECRETS, Object
 from tests.fake_api.answers import ApiError, bad_request, conflict, invalid, not_found
 from tests.fake_api.kinds import ServedKind, faults_in, unknown_fields, with_defaults, without_fields
 from tests.fake_api.patches import FieldOwnership, Owners, apply_json_patch, apply_merge_patch

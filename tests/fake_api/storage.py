@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube.resources import NAMESPACES, PODS, Object
+from controller.kube.api_resources import NAMESPACES, PODS, Object
 from tests.fake_api.answers import ApiError, conflict, exists, not_found, version_expired
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from controller.kube.resources import CONFIG_MAPS, NAMESPACES, PODS
+from controller.kube.api_resources import CONFIG_MAPS, NAMESPACES, PODS
 from tests.fake_api.answers import ApiError, selector
 from tests.fake_api.kinds import Kinds, ServedKind, faults_in, unknown_fields, with_defaults, without_fields
 from tests.fake_api.objects import target_of

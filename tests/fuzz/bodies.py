@@ -29,14 +29,14 @@ import h2.connection
 import h2.events
 import msgspec
 
+from bench.stack.loopback_stack import ALIAS, EngineFlags, running_stack
 from bench.stack.processes import rss_bytes
-from bench.stack.stack import ALIAS, EngineFlags, running_stack
 from tests.fuzz.mutants import FuzzCase, mutant
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 _READ_BYTES: Final = 65_536
 _ASIDE: Final = frozenset({"connection", "expect"})

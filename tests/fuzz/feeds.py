@@ -25,9 +25,9 @@ import yaml
 import zmq
 import zmq.asyncio
 
+from bench.stack.loopback_stack import running_stack
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import running_stack
-from extproc.errors import Refusal
+from extproc.refusals import Refusal
 from extproc.replication.buses import redis_client
 from tests.fuzz.bodies import FLAGS, FuzzReport, FuzzSettings, beside_honest, report_text, seeds_of
 from tests.fuzz.loop import growth_of
@@ -38,7 +38,7 @@ from tests.programs import program
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 _ENGINES: Final = 4
 _END: Final = (-1).to_bytes(8, "big", signed=True)

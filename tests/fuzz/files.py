@@ -26,7 +26,7 @@ from tests.fuzz.values import broken
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 VALID: Final = (
     """apiVersion: attache.dev/v1alpha1

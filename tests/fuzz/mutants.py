@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from bench.stack.stack import ALIAS
-from extproc.wire_protocol import APIS_BY_PATH, Api
+from bench.stack.loopback_stack import ALIAS
+from extproc.wire_names import APIS_BY_PATH, Api
 from tests.fuzz.values import broken, changed
 
 if TYPE_CHECKING:

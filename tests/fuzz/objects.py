@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 import yaml
 
-from controller.autoscaler.reconciler.informers import Informers
-from controller.autoscaler.reconciler.resolver import Resolver
+from controller.autoscaler.reconciler.informers import ScalingInformers
+from controller.autoscaler.reconciler.target_resolver import TargetResolver
 from controller.bundle.envoy.bundle import build_bundle
 from controller.gateway.compile.compiler import Compiler, file_name
 from controller.gateway.compile.gateway_api.backends import trim_endpoint_slice
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.gateway.compile.picker_mode import InferencePoolCompiler
+from controller.gateway.compile.inference_pool_compiler import InferencePoolCompiler
 from controller.gateway.compile.pods import trimmed_engine_pod
+from controller.kube.api_resources import Object, key_of, parse_selector
 from controller.kube.client import ObjectList, WatchEvent
+from controller.kube.custom_resources import KINDS, crd_object
 from controller.kube.informer import InformerTiming, Store
-from controller.kube.kinds import KINDS, crd_object
-from controller.kube.resources import Object, key_of, parse_selector
 from controller.kube.shared_informers import InformerSet, SharedInformers
 from controller.models.kind_reconciler import PodLoads
 from controller.models.model.model_state import ModelSettings
@@ -38,7 +38,7 @@ from controller.models.model_infer_reconciler import ModelInferReconciler
 from controller.models.model_reconciler import ModelReconciler, SharedNamespaces
 from controller.webhooks.admission.checks import read_review, review_object
 from extproc.api.config_loader import load_snapshot
-from extproc.llmd.picker_builder import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPluginChecker
 from tests.fake_api.kinds import faults_in, kinds_of, unknown_fields, with_defaults, without_fields
 from tests.fuzz.loop import Attempt, Attempts, run_inputs
 from tests.fuzz.values import JSON_VALUES, changed
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import AsyncIterator, Mapping, Sequence
 
+    from controller.kube.api_resources import ApiResource
     from controller.kube.client import Client
-    from controller.kube.resources import Resource
 
 HONEST: Final = "default"
 ODD: Final = "odd"
@@ -408,7 +408,9 @@ class Harmed(AssertionError):
 
 def _gateway() -> Attempt:
     """Odd objects come and go beside honest ones, as informers deliver them."""
-    compiler = Compiler(settings=GatewayApiSettings(bind=("10.9.0.1",)), check_picker=InstalledPlugins(), grace_s=0.0)
+    compiler = Compiler(
+        settings=GatewayApiSettings(bind=("10.9.0.1",)), check_picker=InstalledPluginChecker(), grace_s=0.0
+    )
     store = {"Pod": Store(trimmed_engine_pod), "EndpointSlice": Store(trim_endpoint_slice)}
     honest = _objects(_GATEWAY_OBJECTS, HONEST)
     for thing in (_CLASS, *honest):
@@ -459,7 +461,7 @@ def _put(compiler: Compiler, store: Mapping[str, Store], thing: Object) -> None:
 
 def _picker() -> Attempt:
     """A pool of another gateway: its objectives and rewrites are odd, its pods come and go."""
-    compiler = InferencePoolCompiler("odd/pool", check_picker=InstalledPlugins())
+    compiler = InferencePoolCompiler("odd/pool", check_picker=InstalledPluginChecker())
     things = [*_objects(_GATEWAY_OBJECTS, ODD), *_objects(_PICKER_OBJECTS, ODD)]
     chosen = [
         one for one in things if one["kind"] in {"InferencePool", "Pod", "ConfigMap"} or "Inference" in one["kind"]
@@ -500,7 +502,7 @@ class _Cluster:
         self.things = [as_stored for _, as_stored in found if as_stored is not None]
 
     async def list(
-        self, resource: Resource, namespace: str | None = None, *, labels: str = "", **_: object
+        self, resource: ApiResource, namespace: str | None = None, *, labels: str = "", **_: object
     ) -> ObjectList:
         """Those of a kind, by labels."""
         chosen = parse_selector(labels)
@@ -520,7 +522,7 @@ class _Cluster:
         await asyncio.Event().wait()
         yield WatchEvent("", {})
 
-    async def serves(self, _: Resource) -> bool:
+    async def serves(self, _: ApiResource) -> bool:
         """All kinds."""
         return True
 
@@ -544,7 +546,7 @@ def _models() -> Attempt:
         _ignore,
         reconcile_model,
         infers=infers.informer,
-        infer_pods=infers.pods,
+        infer_pods=infers.pod_informer,
         shared=SharedNamespaces("shared", ()),
         settings=ModelSettings(),
     )
@@ -600,8 +602,8 @@ async def _resolved(cluster: _Cluster) -> tuple[list[object], list[object]]:
     """The targets of the honest bindings, and of the odd ones."""
     client = cast("Client", cluster)
     cache = InformerSet(SharedInformers(client, InformerTiming(resync_s=0)))
-    informers = Informers(client, cache, lambda _: None)
-    resolver = Resolver(informers)
+    informers = ScalingInformers(client, cache, lambda _: None)
+    resolver = TargetResolver(informers)
     async with asyncio.TaskGroup() as tasks:
         reading = tasks.create_task(cache.shared.run())
         running = tasks.create_task(informers.run())
@@ -653,7 +655,7 @@ def _webhooks() -> Attempt:
             "oldObject": thing,
         }
         review = read_review(msgspec.json.encode({"kind": "AdmissionReview", "request": request}))
-        return not review_object(review, known, InstalledPlugins()).refused
+        return not review_object(review, known, InstalledPluginChecker()).refused
 
     return attempt
 

@@ -20,11 +20,11 @@ import msgspec
 import yaml
 
 from controller.commands.epp import LaunchContext, plan_launch
-from controller.commands.epp_flags import FLAGS, FlagInvalid, read_flags
+from controller.commands.llm_d_picker_flags import FLAGS, FlagInvalid, read_flags
 from controller.gateway.compile.file_discovery import DiscoveryInvalid, FilePoolCompiler, parse_file_discovery
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.decode import read_picker_file
+from extproc.api.document_decoder import read_picker_file
 from extproc.core.core import Core
 from extproc.core.effects import Decision, Fault
 from extproc.core.peer_events import EngineReported, UnreadableBatch, decode_events
@@ -46,8 +46,8 @@ from extproc.engines.prometheus_text import MetricsPageRefused
 from extproc.feeds.http_get import BadResponse, ResponseParser
 from extproc.feeds.saved_limits import SavedLimits
 from extproc.feeds.tokenizers import max_prompt_tokens, parse_tokens
-from extproc.llmd.picker_builder import InstalledPlugins
-from extproc.prefix.kv_events import UnreadableEvents
+from extproc.llmd.picker_builder import InstalledPluginChecker
+from extproc.prefix.kv_event_decoder import UnreadableEvents
 from extproc.prefix.kv_index import EventSource, KvIndex, KvStream
 from tests.fuzz.loop import Attempt, Attempts, run_inputs
 from tests.fuzz.values import JSON_VALUES, MSGPACK_VALUES, broken, spoiled
@@ -244,7 +244,7 @@ def _kv_events() -> Attempt:
             except UnreadableEvents:
                 stream.on_disconnect()
                 used = False
-        while index.sweep():
+        while index.drop_cleared_blocks():
             pass
         found = index.match(chains, 0.0)
         _must(any(one.holders & 1 for one in found), "the honest engine's blocks are gone")
@@ -532,7 +532,7 @@ def _text(value: object, rng: random.Random) -> str:
 
 def _discovered_pools() -> Attempt:
     """A pool without a cluster: its EndpointPickerConfig and its file of endpoints, which are changed in turn."""
-    compiler = FilePoolCompiler("default/epp", {"scrapeInterval": "200ms"}, check_picker=InstalledPlugins())
+    compiler = FilePoolCompiler("default/epp", {"scrapeInterval": "200ms"}, check_picker=InstalledPluginChecker())
     served = False
 
     def attempt(rng: random.Random) -> bool:
@@ -573,7 +573,7 @@ def _flags() -> Attempt:
         _must(namespace and name and mark and "/" not in name, f"the pool is {planned.pool!r}")
         _must(0 < int(planned.metrics.rpartition(":")[2]) < 65536, f"metrics at {planned.metrics!r}")
         if not context.has_cluster:
-            FilePoolCompiler(planned.pool, planned.server_fields, check_picker=InstalledPlugins()).compile()
+            FilePoolCompiler(planned.pool, planned.server_fields, check_picker=InstalledPluginChecker()).compile()
         return True
 
     return attempt

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 
-from extproc.errors import InternalError, to_openai_body
+from extproc.refusals import InternalError, to_openai_body
 from tests.fuzz.feeds import own_failure
 from tests.fuzz.readers import broken_json
 

@@ -25,8 +25,8 @@ from attache.__main__ import misspelt_option
 from attache.commands import COMMANDS
 from controller.webhooks.admission.checks import read_review, review_object
 from extproc.api.config_loader import load_directory
-from extproc.api.kinds import DOCUMENT_KINDS
-from extproc.llmd.picker_builder import InstalledPlugins
+from extproc.api.document_kinds import DOCUMENT_KINDS
+from extproc.llmd.picker_builder import InstalledPluginChecker
 from tests.docs_examples import EXAMPLES, Example
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def test_objects_for_a_cluster_are_admitted_there(example: Example) -> None:
         }
         assert one["apiVersion"] == "attache.dev/v1alpha1"
         review = read_review(json.dumps({"request": request}).encode())
-        assert review_object(review, {}, InstalledPlugins()).refused == ""
+        assert review_object(review, {}, InstalledPluginChecker()).refused == ""
 
 
 @by_objects
@@ -146,7 +146,7 @@ def test_objects_for_a_directory_are_valid_beside_those_of_the_readme(example: E
         file = re.match(r"# ([\w-]+\.yaml)", one.text)
         if one.page == example.page and file is not None and one is not example:
             (tmp_path / file[1]).write_text(one.text)
-    load_directory(tmp_path, InstalledPlugins())
+    load_directory(tmp_path, InstalledPluginChecker())
 
 
 @of("python")

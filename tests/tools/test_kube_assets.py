@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster.assets import AssetsMissing, asset_build_directory, find_assets, pinned_versions
+from bench.cluster.kubernetes_binaries import AssetsMissing, asset_build_directory, find_assets, pinned_versions
 from tools.go_modules import go_mod_text, go_version
 from tools.kube_assets import linker_flags, module_file
 

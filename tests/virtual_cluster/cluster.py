@@ -8,7 +8,7 @@ import random
 from typing import TYPE_CHECKING
 
 from bench.cluster.node.scheduler import PodUnschedulable, choose_node, node_capacities
-from controller.kube.resources import NODES, PODS, Object, key_of
+from controller.kube.api_resources import NODES, PODS, Object, key_of
 from controller.models.model_infer.model_infer_state import GangSchedulingApis
 from tests.fake_api.answers import ApiError
 from tests.virtual_cluster.clock import Clock, rfc3339
@@ -20,7 +20,7 @@ from tests.virtual_cluster.server import VirtualApiServer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from controller.kube.plan import Plan
+    from controller.kube.reconcile_plan import Plan
     from controller.models.model_infer.model_infer_state import ModelInferState
     from tests.fake_api.storage import ObjectChange
     from tests.virtual_cluster.manager import Witness

@@ -14,7 +14,7 @@ from bench.cluster.node.pod_state_machine import (
     StartProcess,
     StopContainer,
 )
-from controller.kube.resources import PODS, Object, key_of
+from controller.kube.api_resources import PODS, Object, key_of
 from tests.fake_api.answers import ApiError
 
 if TYPE_CHECKING:

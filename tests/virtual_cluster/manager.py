@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 import msgspec
 
 from bench.cluster.node.scheduler import node_capacities
-from controller.kube.plan import Action, Annotate, Apply, Create, Delete, Plan, SetStatus
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONTROLLER_REVISIONS,
     MODEL_INFER_ROLES,
     MODEL_INFERS,
     NODES,
     PODS,
     SERVICES,
+    ApiResource,
     Object,
-    Resource,
     key_of,
 )
+from controller.kube.reconcile_plan import Action, Annotate, Apply, Create, Delete, Plan, SetStatus
 from controller.models.model_infer.model_infer_state import GangSchedulingApis, ModelInferState, NodeCapacity, PodLoad
 from controller.models.model_infer_reconciler import OWNED, POD_GROUPS
 from tests.fake_api.answers import ApiError
@@ -82,7 +82,7 @@ class Caches:
         self,
         server: VirtualApiServer,
         clock: Clock,
-        resources: Sequence[Resource],
+        resources: Sequence[ApiResource],
         lag: Callable[[str], float],
         woken: Callable[[ObjectChange], None],
     ) -> None:
@@ -98,16 +98,16 @@ class Caches:
         self._is_open = False
         self._end()
 
-    def all(self, resource: Resource) -> list[Object]:
+    def all(self, resource: ApiResource) -> list[Object]:
         """The cached objects of a kind, by key."""
         found = self._objects[_place(resource)]
         return [found[key] for key in sorted(found)]
 
-    def find(self, resource: Resource, key: str) -> Object | None:
+    def find(self, resource: ApiResource, key: str) -> Object | None:
         """A cached object."""
         return self._objects[_place(resource)].get(key)
 
-    def has_seen(self, resource: Resource, version: int) -> bool:
+    def has_seen(self, resource: ApiResource, version: int) -> bool:
         """Whether the watch of this kind has delivered the change with this version, if it was one of this kind."""
         return self._seen[_place(resource)] >= version
 
@@ -131,7 +131,7 @@ class Caches:
         self._woken(change)
 
 
-def _place(resource: Resource) -> Place:
+def _place(resource: ApiResource) -> Place:
     return resource.group, resource.plural
 
 
@@ -226,7 +226,7 @@ def observe_model_infer(thing: Object, caches: Caches, around: ClusterConditions
     """One ModelInfer and all that it owns."""
     uid = thing["metadata"]["uid"]
 
-    def owned(resource: Resource) -> list[Object]:
+    def owned(resource: ApiResource) -> list[Object]:
         return [one for one in caches.all(resource) if owner_of(one) == uid]
 
     pods = owned(PODS)
@@ -432,12 +432,12 @@ class Manager:
         else:
             self._finish(key, own, plan)
 
-    def _call(self, own: _Key, effect: Callable[[], Resource | None], then: Callable[[], None], key: str) -> None:
+    def _call(self, own: _Key, effect: Callable[[], ApiResource | None], then: Callable[[], None], key: str) -> None:
         life = self._life
         self._clock.after(self._faults.rng.uniform(0.002, 0.03), lambda: self._arrives(own, effect, then, key, life))
 
     def _arrives(
-        self, own: _Key, effect: Callable[[], Resource | None], then: Callable[[], None], key: str, life: int
+        self, own: _Key, effect: Callable[[], ApiResource | None], then: Callable[[], None], key: str, life: int
     ) -> None:
         """The server gets a call."""
         if life != self._life:
@@ -471,14 +471,14 @@ class Manager:
         self._calls_left -= 1
         return self._calls_left < 0
 
-    def _act(self, record: ReconcileRecord, action: Action) -> Resource | None:
+    def _act(self, record: ReconcileRecord, action: Action) -> ApiResource | None:
         """The kind that was written; None if nothing had to be."""
         self._witness.before_action(record, action)
         before = self._server.storage.version
         perform(self._server, action)
         return action.resource if self._server.storage.version > before else None
 
-    def _write_status(self, record: ReconcileRecord) -> Resource | None:
+    def _write_status(self, record: ReconcileRecord) -> ApiResource | None:
         thing = record.observed.thing
         now = self._server.find(MODEL_INFERS, key_of(thing))
         if now is None or now["metadata"]["uid"] != thing["metadata"]["uid"] or record.plan.status is None:
@@ -522,5 +522,5 @@ class _Key:
         self.is_dirty = False
         self.failures = 0
         self.not_before_s = 0.0
-        self.expected: list[tuple[Resource, int]] = []
+        self.expected: list[tuple[ApiResource, int]] = []
         self.asks_loads_of: frozenset[str] = frozenset()

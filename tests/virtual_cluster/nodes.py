@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.kube.resources import NODES, PODS, Object, key_of
+from controller.kube.api_resources import NODES, PODS, Object, key_of
 from controller.models.model_infer import names
 from tests.fake_api.answers import ApiError
 from tests.virtual_cluster.clock import rfc3339

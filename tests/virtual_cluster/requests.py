@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from controller.api.drain_mark import DRAINING
-from controller.kube.resources import PODS, Object
+from controller.kube.api_resources import PODS, Object
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad
 from tests.virtual_cluster.engine_pod import Why

@@ -7,8 +7,8 @@ import itertools
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
-from controller.kube.kinds import KINDS, crd_object
-from controller.kube.resources import NODES, PODS, Object, Resource, key_of, split_key
+from controller.kube.api_resources import NODES, PODS, ApiResource, Object, key_of, split_key
+from controller.kube.custom_resources import KINDS, crd_object
 from tests.fake_api.kinds import Kinds, ServedKind
 from tests.fake_api.objects import Objects, ResourcePath, WriteOptions
 from tests.fake_api.storage import ObjectChange, Storage
@@ -36,7 +36,7 @@ class VirtualApiServer:
         self.kinds = Kinds()
         for one in _definitions():
             self.kinds.define(one)
-        self._others: dict[Resource, ServedKind] = {}
+        self._others: dict[ApiResource, ServedKind] = {}
         numbers = itertools.count(1)
         self.storage = Storage(clock.wall, new_uid=lambda: f"00000000-0000-4000-8000-{next(numbers):012}")
         self._objects = Objects(self.storage, self.kinds)
@@ -47,7 +47,7 @@ class VirtualApiServer:
         """Call ``listener`` with each change, while it is made; what comes back ends that."""
         return self.storage.subscribe(listener)
 
-    def kind(self, resource: Resource) -> ServedKind:
+    def kind(self, resource: ApiResource) -> ServedKind:
         """How a resource is stored; an undefined one has a status and no schema."""
         known = self.kinds.find(resource.group, resource.version, resource.plural)
         return known or self._others.setdefault(resource, ServedKind(resource, has_status=True))
@@ -56,27 +56,27 @@ class VirtualApiServer:
         """All kinds that there may be objects of."""
         return [*self.kinds.all(), *self._others.values()]
 
-    def all(self, resource: Resource) -> list[Object]:
+    def all(self, resource: ApiResource) -> list[Object]:
         """All objects of a kind, by key."""
         return self.storage.all(self.kind(resource))
 
-    def find(self, resource: Resource, key: str) -> Object | None:
+    def find(self, resource: ApiResource, key: str) -> Object | None:
         """One object, or None."""
         return self.storage.find(self.kind(resource), *split_key(key))
 
-    def create(self, resource: Resource, thing: Object, manager: str = "user") -> Object:
+    def create(self, resource: ApiResource, thing: Object, manager: str = "user") -> Object:
         """A new object, with the defaults of its schema."""
         target = ResourcePath(self.kind(resource), thing["metadata"].get("namespace"))
         body = {"apiVersion": resource.api_version, "kind": resource.kind, **thing}
         return self._objects.create(target, body, WriteOptions(manager=manager))
 
-    def dry_run(self, resource: Resource, thing: Object) -> Object:
+    def dry_run(self, resource: ApiResource, thing: Object) -> Object:
         """What ``create`` would make, which has no uid yet."""
         target = ResourcePath(self.kind(resource), thing["metadata"].get("namespace"))
         body = {"apiVersion": resource.api_version, "kind": resource.kind, **thing}
         return self._objects.create(target, body, WriteOptions(dry_run=True))
 
-    def apply(self, resource: Resource, thing: Object, manager: str) -> Object:
+    def apply(self, resource: ApiResource, thing: Object, manager: str) -> Object:
         """Server-side apply, which takes fields from others."""
         metadata = thing["metadata"]
         target = ResourcePath(self.kind(resource), metadata.get("namespace"), metadata["name"])
@@ -85,30 +85,32 @@ class VirtualApiServer:
             target, body, "application/apply-patch+yaml", WriteOptions(manager=manager, force=True)
         )
 
-    def is_owned_by_another(self, resource: Resource, key: str, path: tuple[str, ...], manager: str) -> bool:
+    def is_owned_by_another(self, resource: ApiResource, key: str, path: tuple[str, ...], manager: str) -> bool:
         """Whether another manager owns this field of an object."""
         thing = self.find(resource, key)
         owners = {} if thing is None else self._objects.owners(thing["metadata"]["uid"])
         return any(path in leaves for other, leaves in owners.items() if other != manager)
 
-    def change(self, resource: Resource, key: str, change: Callable[[Object], Object], subresource: str = "") -> Object:
+    def change(
+        self, resource: ApiResource, key: str, change: Callable[[Object], Object], subresource: str = ""
+    ) -> Object:
         """An object replaced by what ``change`` makes of it."""
         kind, (namespace, name) = self.kind(resource), split_key(key)
         old = self.storage.get(kind, namespace, name)
         return self.storage.update(kind, old, change(old), subresource)
 
-    def patch(self, resource: Resource, key: str, patch: Mapping[str, object], manager: str) -> Object:
+    def patch(self, resource: ApiResource, key: str, patch: Mapping[str, object], manager: str) -> Object:
         """A merge patch; ``metadata.uid`` in it must be the object's."""
         namespace, name = split_key(key)
         target = ResourcePath(self.kind(resource), namespace, name)
         return self._objects.patch(target, patch, "application/merge-patch+json", WriteOptions(manager=manager))
 
-    def delete(self, resource: Resource, key: str, *, uid: str = "", grace_s: int | None = None) -> Object:
+    def delete(self, resource: ApiResource, key: str, *, uid: str = "", grace_s: int | None = None) -> Object:
         """An object marked, or removed."""
         kind, (namespace, name) = self.kind(resource), split_key(key)
         return self.storage.delete(kind, self.storage.get(kind, namespace, name), grace_s=grace_s, uid=uid)
 
-    def set_status(self, resource: Resource, thing: Object, status: Mapping[str, object]) -> None:
+    def set_status(self, resource: ApiResource, thing: Object, status: Mapping[str, object]) -> None:
         """Write the status of ``thing``, if that is still there."""
         now = self.find(resource, key_of(thing))
         if now is not None and now["metadata"]["uid"] == thing["metadata"]["uid"]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from controller.kube.plan import Action, Annotate, Create, Delete, Plan
-from controller.kube.resources import MODEL_INFERS, NODES, PODS, Object, key_of
+from controller.kube.api_resources import MODEL_INFERS, NODES, PODS, Object, key_of
+from controller.kube.reconcile_plan import Action, Annotate, Create, Delete, Plan
 from controller.models.model_infer import names
 from tests.fake_api.answers import ApiError
 from tests.virtual_cluster.cluster import VirtualCluster

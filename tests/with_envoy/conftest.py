@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from bench.stack import processes
-from bench.stack.stack import ALIAS, EngineFlags, EnvoyMissing, Stack, envoy_binary, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, EnvoyMissing, Stack, envoy_binary, running_stack
 from tests.fork_server import REAL_SPAWN, forked_starts
 from tests.programs import not_tested
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 import msgspec
 
-from bench.stack.stack import ALIAS
+from bench.stack.loopback_stack import ALIAS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 # What ``POST /faults`` gets.
 FAULTS: Final[Mapping[str, Mapping[str, object]]] = {

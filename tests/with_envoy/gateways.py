@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports, ports_in_a_row
-from bench.stack.stack import envoy_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

@@ -21,8 +21,8 @@ import msgspec
 import yaml
 from aiohttp import web
 
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
 from controller.bundle.sync import write_bundle_once
 from extproc.api.config_loader import load_directory
 from extproc.api.spec import API_VERSION

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
 from extproc.api.config_loader import load_directory
 from tests.waiting import eventually
 from tests.with_envoy.trailers import with_trailers

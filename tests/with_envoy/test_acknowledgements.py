@@ -13,8 +13,8 @@ import httpx
 import msgspec
 import pytest
 
+from bench.stack.loopback_stack import documents, envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import documents, envoy_command
 from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.envoy_admin import read_envoy_state
 from extproc.api.config_loader import load_directory

@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.fork_server import output_of
 from tests.waiting import eventually
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import openai
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

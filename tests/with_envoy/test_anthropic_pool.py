@@ -13,8 +13,8 @@ import openai
 import pytest
 import pytest_asyncio
 
+from bench.stack.loopback_stack import EngineFlags, EnginePorts
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import EngineFlags, EnginePorts
 from tests.waiting import eventually
 from tests.with_envoy.gateways import Gateway, gateway
 

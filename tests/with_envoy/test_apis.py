@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from extproc.wire_protocol import APIS_BY_PATH, Api
+from extproc.wire_names import APIS_BY_PATH, Api
 from tests.fuzz.mutants import content_of
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     import openai
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

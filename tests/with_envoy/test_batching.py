@@ -11,8 +11,8 @@ import httpx
 import pytest_asyncio
 import yaml
 
+from bench.stack.loopback_stack import EngineFlags, running_stack
 from bench.stack.processes import Processes
-from bench.stack.stack import EngineFlags, running_stack
 from extproc.api.spec import API_VERSION
 from tests.controller.agents.runtime.batching.double import ModelServer, start_agent
 from tests.waiting import eventually
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 
 class Served:

@@ -43,7 +43,7 @@ async def test_more_requests_than_a_connection_to_extproc_takes_have_another_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("controller.bundle.envoy.clusters.MOST_STREAMS", 4)
-    four = "import runpy, extproc.wire_protocol as p; p.MOST_STREAMS = 4; runpy.run_module('extproc', None, '__main__')"
+    four = "import runpy, extproc.wire_names as p; p.MOST_STREAMS = 4; runpy.run_module('extproc', None, '__main__')"
     async with gateway_on(tmp_path, program=("-c", four)) as gateway:
         gateway.engine.pieces, gateway.engine.then = [b"data: {}\n\n"], "hang"
         async with contextlib.AsyncExitStack() as held:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, running_stack
 from extproc.__main__ import main
 from tests.waiting import eventually
 from tests.with_envoy.test_workers import Workers
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

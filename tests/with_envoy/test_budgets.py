@@ -14,7 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

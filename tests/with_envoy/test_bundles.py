@@ -14,8 +14,8 @@ import httpx
 import pytest
 from aiohttp import web
 
+from bench.stack.loopback_stack import ALIAS, documents, envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import ALIAS, documents, envoy_command
 from controller.bundle.sync import GOLDEN_PATH, write_bundle_once
 from extproc.api.config_loader import load_directory
 from tests.waiting import until_served

@@ -15,10 +15,10 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.stack.stack import ALIAS, MODEL, EngineFlags, running_stack
+from bench.stack.loopback_stack import ALIAS, MODEL, EngineFlags, running_stack
 from controller.usage.rows import parse_usage_line
 from extproc.api.spec import API_VERSION
-from extproc.wire_protocol import LIVE_CALL, METADATA_CALL, READY_CALL, REPOSITORY_CALLS, V2_SERVICE
+from extproc.wire_names import LIVE_CALL, METADATA_CALL, READY_CALL, REPOSITORY_CALLS, V2_SERVICE
 from tests.model_calls import (
     CLASSIFY,
     GET_METADATA,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.stack.stack import EngineFlags, running_stack
+from bench.stack.loopback_stack import EngineFlags, running_stack
 from extproc.api.spec import API_VERSION
 from tests.certificates import Authority
 from tests.model_calls import INFER, V2, Engine, infer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
     from tests.certificates import Pair
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

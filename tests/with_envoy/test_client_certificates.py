@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from bench.stack.processes import free_ports
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.certificates import Authority, Pair, client_context
 from tests.waiting import eventually
 from tests.with_envoy.test_admission import edit, spec_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from bench.stack.stack import EngineFlags, Stack, documents, running_stack
+from bench.stack.loopback_stack import EngineFlags, Stack, documents, running_stack
 from tests.waiting import eventually
 from tests.with_envoy.load import Load
 

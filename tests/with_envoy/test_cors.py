@@ -9,7 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
 from tests.with_envoy.test_admission import edit
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from extproc.api.pricing import Price, TokenCounts, compile_prices, cost_micros
-from extproc.wire_protocol import COST_CURRENCY, COST_MICROS
+from extproc.wire_names import COST_CURRENCY, COST_MICROS
 from tests.extproc.scenes import configuration, endpoints
 from tests.with_envoy.stand_in import gateway_on
 

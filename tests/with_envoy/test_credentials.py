@@ -14,7 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
 from tests.with_envoy.test_admission import edit, metric, spec_of
 from tests.with_envoy.test_bad_input import upgraded

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import httpx
 from prometheus_client import CollectorRegistry
 
+from bench.stack.loopback_stack import ALIAS, EngineFlags, running_stack
 from bench.stack.processes import free_ports
-from bench.stack.stack import ALIAS, EngineFlags, running_stack
 from controller.autoscaler.decision.merged_gateway_reports import SignalAggregator
 from controller.kube.gateway_reports import DemandFeed
 from controller.kube.metrics_and_health import serve_pages

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 import pytest_asyncio
 
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     COST_CURRENCY,
     COST_MICROS,
     REQUEST_ID,

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.directory_writer import DirectoryWriter
 from tests.certificates import Authority, Pair

@@ -21,8 +21,8 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports, ports_in_a_row
-from bench.stack.stack import envoy_command
 from controller.bundle.sync import write_bundle_once
 from controller.usage.rows import parse_usage_line
 from extproc.api.config_loader import load_directory

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from bench.stack.stack import running_stack
+from bench.stack.loopback_stack import running_stack
 from tests.fuzz.bodies import FLAGS, ROUTE, SERVER, FuzzResponse, FuzzSettings, fault_of, fuzz, report_text, send
 from tests.fuzz.mutants import FuzzCase, mutant
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from bench.stack.stack import ALIAS
+from bench.stack.loopback_stack import ALIAS
 
 if TYPE_CHECKING:
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from attache.__main__ import main
-from bench.stack.stack import ALIAS, EngineFlags, documents, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, documents, running_stack
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from bench.stack.loopback_stack import EngineFlags, Stack, running_stack
 from bench.stack.processes import free_ports
-from bench.stack.stack import EngineFlags, Stack, running_stack
 from controller.usage.rows import parse_usage_line
 from tests.certificates import Authority
 from tests.hostile_calls import ANSWERS, HUGE_BYTES, REACTIONS, Headers, RawClient, RawEngine

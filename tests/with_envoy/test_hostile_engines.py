@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
 from tests.examples import slow
 from tests.waiting import eventually
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.with_envoy.drill import DrillResult, DrillSettings, drill
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import yaml
 import zmq
 import zmq.asyncio
 
+from bench.stack.loopback_stack import EngineFlags, Stack, running_stack
 from bench.stack.processes import free_ports, ports_in_a_row
-from bench.stack.stack import EngineFlags, Stack, running_stack
 from tests.examples import examples, slow
 from tests.waiting import eventually
 from tests.with_envoy.load import Load

@@ -23,8 +23,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from bench.stack.loopback_stack import ALIAS, documents
 from bench.stack.processes import Processes, free_ports, workers_of
-from bench.stack.stack import ALIAS, documents
 from tests.examples import IS_SLOW
 from tests.redis_server import running_redis
 from tests.waiting import eventually

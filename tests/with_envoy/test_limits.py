@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.examples import slow
 from tests.redis_server import running_redis
 from tests.waiting import eventually

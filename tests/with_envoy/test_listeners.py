@@ -14,8 +14,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from bench.stack.processes import free_ports
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
 from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.envoy_admin import read_envoy_state
 from controller.bundle.sync import wait_until_acknowledged

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from bench.stack.loopback_stack import ALIAS, documents
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import ALIAS, documents
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 
 async def gauge(metrics: str, name: str) -> float:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from bench.cluster.control_plane import write_kubeconfig
+from bench.cluster.local_control_plane import write_kubeconfig
+from controller.kube.api_resources import CRDS, EVENTS, INFERENCE_POOLS, LLM_D_MODEL_REWRITES, NAMESPACES
 from controller.kube.client import connect
-from controller.kube.resources import CRDS, EVENTS, INFERENCE_POOLS, LLM_D_MODEL_REWRITES, NAMESPACES
-from tests.controller.gateway.compile.test_picker_mode import PICKER, rewrite, rule
+from tests.controller.gateway.compile.test_inference_pool_compiler import PICKER, rewrite, rule
 from tests.fake_api.server import running_fake_api_server
 from tests.waiting import eventually
 from tests.with_envoy.gateways import engines, gateway

@@ -19,7 +19,7 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
-from bench.stack.stack import EngineFlags, running_stack
+from bench.stack.loopback_stack import EngineFlags, running_stack
 from extproc.api.spec import API_VERSION
 from tests.rendered_models import rendered_model
 from tests.waiting import eventually
@@ -28,7 +28,7 @@ from tests.with_envoy import http_stand
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from extproc.api.status_pages import ObjectiveCounts
+from extproc.api.status_pages import SloObjectiveCounts
 from tests.fork_server import output_of
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on
@@ -250,7 +250,7 @@ async def test_what_cannot_be_in_time_is_refused_at_once(scene: Scene) -> None:
 
 
 async def test_the_page_and_the_command_have_what_is_counted(scene: Scene) -> None:
-    page = [msgspec.json.decode(line, type=ObjectiveCounts) for line in (await scene.page("/slo")).splitlines()]
+    page = [msgspec.json.decode(line, type=SloObjectiveCounts) for line in (await scene.page("/slo")).splitlines()]
     found: Counter[Result] = Counter()
     for one in page:
         found[one.name, one.objective, "good"] += sum(good for _, good, _ in one.hours)

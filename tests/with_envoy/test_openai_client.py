@@ -15,7 +15,7 @@ import pytest
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, running_stack
 from tests.plugin_package import HEAD, install_plugin
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 
 from bench.live.load_client import LoadClient
-from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, running_stack
 from bench.workload.generators import Conversations, conversation_workload
 from tests.decision_log import LoggedOutcome, read_outcomes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 BLOCK: Final = 16
 SPEED: Final = 8.0

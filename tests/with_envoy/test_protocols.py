@@ -14,7 +14,7 @@ import pytest_asyncio
 import yaml
 
 from bench.engine.tensor_api import JSON_LENGTH
-from bench.stack.stack import ALIAS, MODEL, EngineFlags, running_stack
+from bench.stack.loopback_stack import ALIAS, MODEL, EngineFlags, running_stack
 from extproc.api.spec import API_VERSION
 from tests.waiting import eventually
 from tests.with_envoy import http_stand
@@ -22,7 +22,7 @@ from tests.with_envoy import http_stand
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -21,8 +21,8 @@ from botocore.auth import SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
 from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS
 from tests.hostile_calls import RawClient
 from tests.waiting import eventually

@@ -21,10 +21,10 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
+from bench.stack.loopback_stack import FileReady, envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import FileReady, envoy_command
 from controller.usage.rows import UsageRow, parse_usage_line
-from extproc.wire_protocol import REQUEST_ID
+from extproc.wire_names import REQUEST_ID
 from tests.certificates import Authority
 from tests.waiting import eventually
 from tests.with_envoy.test_fallback import document, route

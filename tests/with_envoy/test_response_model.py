@@ -16,8 +16,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import MODEL
-from extproc.wire_protocol import COST_MICROS
+from bench.stack.loopback_stack import MODEL
+from extproc.wire_names import COST_MICROS
 from tests.examples import IS_SLOW
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on

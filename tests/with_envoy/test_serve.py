@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from bench.stack.loopback_stack import ALIAS, EngineFlags, EnginePorts, documents
 from bench.stack.processes import Processes, free_ports, workers_of
-from bench.stack.stack import ALIAS, EngineFlags, EnginePorts, documents
 from extproc.api.pricing import Price, Rates, TokenCounts, cost_micros
 from tests.waiting import eventually, until_served
 from tests.with_envoy.load import Load

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, running_stack
 from controller.bundle.atomic_files import replace_file
 from extproc.scheduling.sessions import session_token
 from tests.waiting import eventually
@@ -19,7 +19,7 @@ from tests.with_envoy.gateways import engines, gateway, pool_config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"model": "base", "messages": [{"role": "user", "content": "Who are you?"}]})

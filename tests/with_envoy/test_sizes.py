@@ -13,14 +13,14 @@ import httpx
 import pytest
 from aiohttp import web
 
-from bench.sizes.configuration import GatewayPorts, ObjectCounts, configuration
+from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
 from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
 from controller.bundle.envoy_admin import read_envoy_state, why_not_ready
 from extproc.api.config_loader import load_directory
-from extproc.wire_protocol import CHAT_PATH, MODELS_PATH
+from extproc.wire_names import CHAT_PATH, MODELS_PATH
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.soak.run import SoakSettings, soak
+from bench.soak.soak_loops import SoakSettings, soak
 from bench.soak.verdict import SoakLimits, judge
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from bench.stack import stack as stacks
+from bench.stack import loopback_stack as stacks
+from bench.stack.loopback_stack import ALIAS, EngineFlags, running_stack
 from bench.stack.processes import free_ports
-from bench.stack.stack import ALIAS, EngineFlags, running_stack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

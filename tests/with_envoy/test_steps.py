@@ -15,8 +15,8 @@ import pytest_asyncio
 import yaml
 from aiohttp import ClientSession, web
 
+from bench.stack.loopback_stack import MODEL, EngineFlags, Stack, running_stack
 from bench.stack.processes import free_ports
-from bench.stack.stack import MODEL, EngineFlags, Stack, running_stack
 from extproc.api.spec import API_VERSION
 from tests.docs_examples import EXAMPLES
 from tests.waiting import eventually

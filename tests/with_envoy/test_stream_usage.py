@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from controller.bundle.envoy.usage_filters import MOST_HELD_BYTES
 from controller.bundle.sync import write_bundle_once
-from extproc.wire_protocol import USAGE_NAMESPACE
+from extproc.wire_names import USAGE_NAMESPACE
 from tests.examples import IS_SLOW
 from tests.waiting import eventually
 from tests.with_envoy import stand_in
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

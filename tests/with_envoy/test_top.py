@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
 from tests.docs_examples import ROOT, examples_of
 from tests.fork_server import output_of
 from tests.waiting import eventually

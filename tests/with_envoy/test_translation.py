@@ -20,11 +20,11 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
+from bench.stack.loopback_stack import FileReady, envoy_command
 from bench.stack.processes import Processes, free_ports, ports_in_a_row
-from bench.stack.stack import FileReady, envoy_command
 from controller.bundle.envoy_admin import begin_drain
 from controller.usage.rows import UsageRow, parse_usage_line
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     CUT_MARK,
     DROPPED_FIELDS,
     ENGINE_ANSWERED,

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from bench.stack.stack import EngineFlags, running_stack
+from bench.stack.loopback_stack import EngineFlags, running_stack
 from tests.waiting import eventually
 from tests.with_envoy.test_protocols import INFER, counted, route, server
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from aiohttp import web
 
+from bench.stack.loopback_stack import EngineFlags, running_stack
 from bench.stack.processes import free_ports
-from bench.stack.stack import EngineFlags, running_stack
 from controller.usage.ingest import IngestCounters
 from controller.usage.log_follower import LogPosition
 from controller.usage.rows import parse_usage_line

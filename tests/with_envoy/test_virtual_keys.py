@@ -13,9 +13,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from bench.stack.stack import ALIAS, EngineFlags, Stack, running_stack
-from controller.keys.changes import parse_key_request, parse_key_update
-from controller.keys.store import KeyAdmin, KeyStoreFile
+from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
+from controller.keys.api_key_changes import parse_key_request, parse_key_update
+from controller.keys.api_key_store import KeyAdmin, KeyStoreFile
 from extproc.api.key_store import KEYS_FILE
 from tests.waiting import eventually
 

@@ -13,7 +13,7 @@ from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
 from bench.live.load_client import LoadClient
 from bench.reporting.request_results import Summary, summarize
-from bench.stack.stack import ALIAS, EngineFlags, documents, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, documents, running_stack
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.generators import Conversations, conversation_workload

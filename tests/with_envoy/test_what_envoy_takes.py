@@ -14,8 +14,8 @@ import pytest
 import yaml
 from aiohttp import web
 
+from bench.stack.loopback_stack import ALIAS, ROOT, documents, envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import ALIAS, ROOT, documents, envoy_command
 from controller.bundle.sync import write_bundle_once
 from extproc.api.config_loader import load_snapshot
 from extproc.api.match_patterns import MAX_PROGRAM_SIZE

@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from bench.stack.loopback_stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
 from bench.stack.processes import free_ports
-from bench.stack.stack import ALIAS, MODEL, EngineFlags, Stack, running_stack
 from tests.certificates import Authority, client_context
 from tests.waiting import eventually
 from tests.with_envoy.issuer import AUDIENCE, ISSUER, Issuer, SigningKey

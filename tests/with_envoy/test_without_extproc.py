@@ -14,12 +14,12 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
 from controller.bundle.sync import write_bundle_once
 from extproc.api.config_loader import load_directory
 from extproc.api.spec import API_VERSION
-from extproc.wire_protocol import APIS_BY_PATH
+from extproc.wire_names import APIS_BY_PATH
 from tests.fuzz.mutants import content_of
 from tests.waiting import until_served
 from tests.with_envoy.trailers import with_trailers

@@ -17,8 +17,8 @@ import pytest_asyncio
 
 from bench.live.load_client import LoadClient
 from bench.reporting.request_results import cached_token_ratio
-from bench.stack.processes import has_spare, workers_of
-from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, running_stack
+from bench.stack.processes import has_spare_worker, workers_of
 from bench.workload.generators import Conversations, conversation_workload
 from tests.decision_log import read_outcomes
 from tests.examples import slow
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bench.reporting.request_results import RequestResult
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 MODES = [slow("Open"), "Close"]
 PICKED = 'attache_requests_total{outcome="picked"}'
@@ -223,7 +223,7 @@ async def test_the_only_worker_that_ends_or_hangs_costs_nobody_anything(alone: W
     async with load_on(alone) as load:
         await alone.all_pick()
         # while it loads, nobody would serve, and after some 5 s Envoy takes the only worker for unhealthy
-        await eventually(lambda: has_spare(alone.supervisor))
+        await eventually(lambda: has_spare_worker(alone.supervisor))
         (worker,) = workers_of(alone.supervisor)
         os.kill(worker, number)
         await eventually(lambda: len(workers_of(alone.supervisor)) == 1 and worker not in workers_of(alone.supervisor))

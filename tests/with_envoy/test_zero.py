@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from bench.stack.stack import MODEL, EngineFlags, Stack, running_stack
+from bench.stack.loopback_stack import MODEL, EngineFlags, Stack, running_stack
 from extproc.api.spec import API_VERSION
 from extproc.api.status_pages import content_digest
 from tests.examples import IS_SLOW, slow

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 import pytest
 import pytest_asyncio
 
-from bench.cluster.assets import AssetsMissing, ClusterBinaries, find_assets
-from bench.cluster.control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
+from bench.cluster.kubernetes_binaries import AssetsMissing, ClusterBinaries, find_assets
+from bench.cluster.local_control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
+from controller.kube.api_resources import DEPLOYMENTS, NODES, PODS, key_of
 from controller.kube.client import Client, connect
-from controller.kube.resources import DEPLOYMENTS, NODES, PODS, key_of
 from extproc.api.status_pages import LOADS_LABEL
 from tests.fake_api.server import FakeServer, running_fake_api_server
 from tests.fork_server import forked_starts

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import pytest
 
-from bench.cluster.control_plane import ControlPlane
+from bench.cluster.local_control_plane import ControlPlane
+from controller.kube.api_resources import NAMESPACES, SERVICE_ACCOUNTS
 from controller.kube.cluster_access import ClusterAccess
-from controller.kube.resources import NAMESPACES, SERVICE_ACCOUNTS
 from tests.fake_api.server import FakeServer
 from tests.waiting import eventually
 

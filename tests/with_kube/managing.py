@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from bench.cluster.control_plane import apply_crds
+from bench.cluster.local_control_plane import apply_crds
+from controller.kube.api_resources import CRDS, EVENTS, MODEL_INFERS, PODS
 from controller.kube.client import Client, connect
+from controller.kube.custom_resources import KINDS, crd_object
 from controller.kube.errors import NotFound
 from controller.kube.informer import InformerTiming
-from controller.kube.kinds import KINDS, crd_object
 from controller.kube.leader_election import LeaderElection, LeaseTiming
 from controller.kube.manager_metrics import ManagerMetrics
-from controller.kube.resources import CRDS, EVENTS, MODEL_INFERS, PODS
 from controller.kube.work_queue import QueueTiming
 from controller.manager.runner import CONTROLLER, LeaderControllers, ManagerRunner, kopf_source
 from controller.models.controller import DecisionFunctions, ModelControllerSettings
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.autoscaler.reconciler.controller import Scaling
+    from controller.kube.api_resources import ApiResource, Object
     from controller.kube.cluster_access import ClusterAccess
-    from controller.kube.resources import Object, Resource
     from controller.models.controller import Source
     from controller.models.kind_reconciler import LoadSource
     from controller.models.model_infer_reconciler import Decide
@@ -112,7 +112,7 @@ async def managing(
             await managed.stop()
 
 
-OUR_KINDS: Final[Mapping[str, Resource]] = {kind.name: kind.resource for kind in KINDS}
+OUR_KINDS: Final[Mapping[str, ApiResource]] = {kind.name: kind.resource for kind in KINDS}
 _DEFINED: Final[set[tuple[str, Path | None]]] = set()
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
 
 # Fields of an endpoint that are understood here; a test that ignores one shows nothing.
 _KNOWN = {"port", "interval", "honorLabels", "path", "scheme", "authorization", "tlsConfig"}

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from controller.kube.api_resources import CRDS, ApiResource
 from controller.kube.errors import Conflict, NotFound
-from controller.kube.resources import CRDS, Resource
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from controller.kube.client import Client
 
-WIDGETS = Resource("test.attache.dev", "v1", "widgets", "Widget")
+WIDGETS = ApiResource("test.attache.dev", "v1", "widgets", "Widget")
 
 
 def config_map(namespace: str, name: str = "one", **data: str) -> dict[str, Any]:

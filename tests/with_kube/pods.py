@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.kube.resources import DEPLOYMENTS, PODS
+from controller.kube.api_resources import DEPLOYMENTS, PODS
 from tests.waiting import eventually
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from controller.autoscaler.reconciler.metric_sources import SourceSettings
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.autoscaler.reconciler.reconcile import Decider
 from controller.autoscaler.reconciler.scalables import STATEFUL_SETS
-from controller.kube.client import Client, connect
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
     MODEL_SERVERS,
     Object,
 )
+from controller.kube.client import Client, connect
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE
 
 if TYPE_CHECKING:

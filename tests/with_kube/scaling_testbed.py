@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import aiohttp
 import msgspec
 
-from bench.cluster.assets import ROOT
-from bench.cluster.control_plane import apply_crds
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.kubernetes_binaries import ROOT
+from bench.cluster.local_control_plane import apply_crds
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
 from bench.cluster.node.pod_state_machine import NodeTiming
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
-from controller.kube.client import Client, connect
-from controller.kube.errors import NotFound
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
@@ -38,13 +36,15 @@ from controller.kube.resources import (
     PODS,
     SERVICE_ACCOUNTS,
 )
+from controller.kube.client import Client, connect
+from controller.kube.errors import NotFound
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from bench.cluster.control_plane import ControlPlane
-    from controller.kube.resources import Object, Resource
+    from bench.cluster.local_control_plane import ControlPlane
+    from controller.kube.api_resources import ApiResource, Object
 
 _LONGEST_S = 300.0
 ENTRY_LABELS: Final = ("attache.dev/model-infer", "attache.dev/entry")
@@ -100,7 +100,7 @@ class Replicas:
 
 
 @contextlib.asynccontextmanager
-async def replicas_of(client: Client, resource: Resource, name: str, namespace: str) -> AsyncIterator[Replicas]:
+async def replicas_of(client: Client, resource: ApiResource, name: str, namespace: str) -> AsyncIterator[Replicas]:
     """Every event of the object is seen: the watch goes on from the version that was read."""
     thing = await client.get(resource, name, namespace)
     seen = Replicas(_replicas(thing))
@@ -224,11 +224,11 @@ class ScaledModel(msgspec.Struct, frozen=True, kw_only=True):
     target: Mapping[str, Any] = {}
 
     @property
-    def resource(self) -> Resource:
+    def resource(self) -> ApiResource:
         """Of what is scaled."""
         return MODEL_INFERS if self.kind == "ModelInfer" else DEPLOYMENTS
 
-    def objects(self, namespace: str) -> Iterator[tuple[Resource, Object]]:
+    def objects(self, namespace: str) -> Iterator[tuple[ApiResource, Object]]:
         """All of them, in the order in which they are made."""
         selected = {ENTRY_LABELS[0]: self.name, ENTRY_LABELS[1]: "true"}
         labels = selected if self.kind == "ModelInfer" else {"app": self.name}

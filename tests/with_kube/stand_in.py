@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from controller.kube.plan import Action, Annotate, Create, Delete, Plan
-from controller.kube.resources import MODEL_INFERS, PODS, Object, key_of
+from controller.kube.api_resources import MODEL_INFERS, PODS, Object, key_of
+from controller.kube.reconcile_plan import Action, Annotate, Create, Delete, Plan
 from controller.models.model_infer import names
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 
+from controller.kube.api_resources import GATEWAY_CONFIGS, MODEL_ACCESS_POLICIES, SECRETS
 from controller.kube.client import connect
-from controller.kube.resources import GATEWAY_CONFIGS, MODEL_ACCESS_POLICIES, SECRETS
 from tests.kube_objects import resource, route, secret, server
 from tests.waiting import eventually
 from tests.with_kube.managing import define_kinds

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest_asyncio
 
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
 from bench.cluster.node.pod_state_machine import NodeTiming
-from controller.kube.resources import NODES, PODS
+from controller.kube.api_resources import NODES, PODS
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object
     from tests.with_kube.kubes import Kube
 
 MODEL = "llama"

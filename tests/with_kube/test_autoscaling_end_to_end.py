@@ -17,7 +17,7 @@ from tests.with_kube.scaling_trials import replicas_at_overload, run_cycles, run
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.local_control_plane import ControlPlane
     from tests.with_kube.scaling_testbed import Testbed
 
 CYCLES = 3

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import pytest
 
+from controller.kube.api_resources import MODEL_INFERS, PODS, SERVICES, ApiResource, Object
 from controller.kube.errors import NotFound
-from controller.kube.resources import MODEL_INFERS, PODS, SERVICES, Object, Resource
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from tests.controller.models.model_infer.chaos.ending import has_what_it_should
@@ -25,7 +25,7 @@ from tests.with_kube.managing import managing
 
 if TYPE_CHECKING:
     from controller.kube.client import Client
-    from controller.kube.plan import Plan
+    from controller.kube.reconcile_plan import Plan
     from controller.models.model_infer.model_infer_state import ModelInferState
     from tests.controller.models.model_infer.chaos.specs import Spec
     from tests.with_kube.kubes import Kube
@@ -89,14 +89,14 @@ def _fat(pod: Object) -> Object:
 class Snapshot:
     """The namespace at one moment, as the oracle's ending reads it."""
 
-    def __init__(self, spec: Spec, found: dict[Resource, list[Object]]) -> None:
+    def __init__(self, spec: Spec, found: dict[ApiResource, list[Object]]) -> None:
         self.spec = spec
         self._found = found
 
     def thing(self) -> Object:
         return self._found[MODEL_INFERS][0]
 
-    def all(self, resource: Resource) -> list[Object]:
+    def all(self, resource: ApiResource) -> list[Object]:
         owned = resource == MODEL_INFERS
         found = self._found.get(resource, [])
         return [one for one in found if owned or one["metadata"].get("ownerReferences")]
@@ -129,7 +129,7 @@ class History:
         await self._change()
 
     async def snapshot(self) -> Snapshot:
-        found: dict[Resource, list[Object]] = {}
+        found: dict[ApiResource, list[Object]] = {}
         for one in (MODEL_INFERS, *OWNED):
             try:
                 found[one] = list((await self.client.list(one, self.place.namespace)).items)
@@ -171,7 +171,7 @@ class History:
     async def _drift(self) -> None:
         await self._delete_one(SERVICES)
 
-    async def _delete_one(self, resource: Resource) -> None:
+    async def _delete_one(self, resource: ApiResource) -> None:
         found = (await self.client.list(resource, self.place.namespace)).items
         owned = sorted(one["metadata"]["name"] for one in found if one["metadata"].get("ownerReferences"))
         if owned:
@@ -189,7 +189,7 @@ class History:
         return {"workerReplicas": 0, **made}
 
 
-def _typed(resource: Resource) -> Object:
+def _typed(resource: ApiResource) -> Object:
     return {"apiVersion": resource.api_version, "kind": resource.kind}
 
 

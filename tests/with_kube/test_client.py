@@ -12,21 +12,21 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bench.stack.processes import free_ports
+from controller.kube.api_resources import CONFIG_MAPS, DEPLOYMENTS, PODS, ApiResource
 from controller.kube.client import Client, connect, decode_watch_events
 from controller.kube.cluster_access import ClusterAccess
 from controller.kube.errors import (
     AlreadyExists,
     BadRequest,
     Conflict,
-    Expired,
     Forbidden,
     Invalid,
     NotFound,
+    ResourceVersionExpired,
     Unauthorized,
     Unreachable,
 )
 from controller.kube.manager_metrics import observe_api_calls
-from controller.kube.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.objects import WIDGETS, config_map, define_widgets, widget
@@ -198,7 +198,7 @@ async def test_what_stops_to_match_is_deleted_for_a_watch(client: Client, namesp
 async def test_a_watch_from_a_forgotten_version_is_expired(client: Client, fake: FakeServer, namespace: str) -> None:
     since = (await client.list(CONFIG_MAPS, namespace)).resource_version
     fake.expire()
-    with pytest.raises(Expired):
+    with pytest.raises(ResourceVersionExpired):
         await anext(client.watch(CONFIG_MAPS, namespace, since=since))
 
 
@@ -206,7 +206,7 @@ async def test_a_watch_from_a_forgotten_version_is_expired(client: Client, fake:
 async def test_a_list_whose_pages_expire_is_read_anew(client: Client, fake: FakeServer, namespace: str) -> None:
     for number in range(5):
         await client.create(CONFIG_MAPS, config_map(namespace, f"c-{number}"))
-    fake.faults.refuse(1, 410, reason="Expired", of=lambda call: call.verb == "list")
+    fake.faults.refuse(1, 410, reason="ResourceVersionExpired", of=lambda call: call.verb == "list")
     assert len((await client.list(CONFIG_MAPS, namespace, page=2)).items) == 5
 
 
@@ -336,7 +336,7 @@ async def test_a_pod_without_a_node_goes_at_once(client: Client, namespace: str)
 
 async def test_an_unknown_kind_is_not_found(client: Client, namespace: str) -> None:
     with pytest.raises(NotFound):
-        await client.list(Resource("nothing.attache.dev", "v1", "nothings", "Nothing"), namespace)
+        await client.list(ApiResource("nothing.attache.dev", "v1", "nothings", "Nothing"), namespace)
     assert (await client.list(DEPLOYMENTS, namespace)).items == []
 
 

@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench.cluster.assets import ROOT, pinned_versions
-from bench.cluster.control_plane import SCHEDULER, ControlPlaneOptions, apply_crds, running_control_plane
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.kubernetes_binaries import ROOT, pinned_versions
+from bench.cluster.local_control_plane import SCHEDULER, ControlPlaneOptions, apply_crds, running_control_plane
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
 from bench.cluster.node.pod_state_machine import NodeTiming
 from bench.stack.processes import StartFailed
+from controller.kube.api_resources import PODS, ApiResource
 from controller.kube.client import Client, connect
 from controller.kube.errors import Invalid, NotFound, Unreachable
-from controller.kube.resources import PODS, Resource
 from tests.programs import not_tested
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.test_node import is_ready, place
 
 if TYPE_CHECKING:
-    from bench.cluster.assets import ClusterBinaries
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
+    from bench.cluster.local_control_plane import ControlPlane
     from tests.with_kube.test_node import Place
 
 __all__ = ["place"]
 
 NO_BINARY = "the directory of KUBEBUILDER_ASSETS lacks it; unset that, and make kube-assets"
-INFERENCE_POOLS = Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
+INFERENCE_POOLS = ApiResource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 
 
 async def kubectl(assets: ClusterBinaries, plane: ControlPlane, *words: str, user: str = "kubeconfig") -> str:
@@ -71,7 +71,7 @@ async def test_a_scheduler_that_ends_is_started_again(plane: ControlPlane) -> No
 async def test_a_server_that_is_too_slow_for_a_definition_is_a_failed_start_and_no_traceback(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.cluster.control_plane._SERVED_S", 0.0)
+    monkeypatch.setattr("bench.cluster.local_control_plane._SERVED_S", 0.0)
     with pytest.raises(StartFailed, match=r"does not serve .* after 0 s; the machine may be too busy"):
         await apply_crds(client, [ROOT / "manifests" / "crds"])
 

@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from controller.kube.api_resources import CRDS, MODEL_ROUTES, MODEL_SERVERS
 from controller.kube.client import connect
+from controller.kube.custom_resources import KINDS, CustomResourceKind, crd_object
 from controller.kube.errors import Invalid
-from controller.kube.kinds import KINDS, Kind, crd_object
-from controller.kube.resources import CRDS, MODEL_ROUTES, MODEL_SERVERS
 from tests.kube_objects import resource
 from tests.rule_cases import CASES, Case
 from tests.with_kube.managing import OUR_KINDS, define_kinds
@@ -37,7 +37,7 @@ async def client(kube: Kube) -> Client:  # type: ignore[misc]  # a generator
 
 @pytest.mark.parametrize("kube", ["real"], indirect=True)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-async def test_a_real_server_takes_every_definition_as_it_is(client: Client, kind: Kind) -> None:
+async def test_a_real_server_takes_every_definition_as_it_is(client: Client, kind: CustomResourceKind) -> None:
     found = await client.get(CRDS, f"{kind.resource.plural}.{kind.resource.group}")
     conditions = {one["type"]: one for one in found["status"]["conditions"]}
     assert conditions["Established"]["status"] == "True"

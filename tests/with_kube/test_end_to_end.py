@@ -16,16 +16,13 @@ import openai
 import pytest_asyncio
 import yaml
 
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
-from controller.kube.client import Client, connect
-from controller.kube.errors import AlreadyExists
-from controller.kube.leader_election import LeaderElection
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     DEPLOYMENTS,
     GATEWAY_CONFIGS,
     GATEWAYS,
@@ -34,9 +31,12 @@ from controller.kube.resources import (
     MODEL_ROUTES,
     MODEL_SERVERS,
     NODES,
-    Resource,
+    ApiResource,
 )
-from extproc.llmd.picker_builder import InstalledPlugins
+from controller.kube.client import Client, connect
+from controller.kube.errors import AlreadyExists
+from controller.kube.leader_election import LeaderElection
+from extproc.llmd.picker_builder import InstalledPluginChecker
 from tests.gateway_objects import gateway_class
 from tests.kube_objects import Object, picker_config, resource, route, server
 from tests.waiting import eventually
@@ -50,7 +50,7 @@ from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
-    from bench.cluster.assets import ClusterBinaries
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
 
 
 pytestmark = REAL
@@ -201,7 +201,7 @@ async def serving(
     ):
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
         role = GatewayRunner(
-            own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPlugins()
+            own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPluginChecker()
         )
         task = asyncio.create_task(role.run())
         try:
@@ -340,14 +340,14 @@ async def answers(client: openai.AsyncOpenAI, question: dict[str, Any]) -> bool:
 
 
 async def test_programmed_is_what_extproc_and_envoy_use(site: Site, tmp_path: Path) -> None:
-    async def message(resource: Resource, name: str, type_: str) -> tuple[str, str, str]:
+    async def message(resource: ApiResource, name: str, type_: str) -> tuple[str, str, str]:
         thing = await site.client.get(resource, name, site.namespace)
         found: list[dict[str, str]] = (thing.get("status") or {}).get("conditions") or []
         return next(
             ((one["status"], one["reason"], one["message"]) for one in found if one["type"] == type_), ("",) * 3
         )
 
-    async def says(resource: Resource, name: str, type_: str, expected: tuple[str, str], text: str = "") -> None:
+    async def says(resource: ApiResource, name: str, type_: str, expected: tuple[str, str], text: str = "") -> None:
         said: list[tuple[str, str, str]] = []
 
         async def is_said() -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest_asyncio
 
+from controller.kube.api_resources import CONFIG_MAPS, MODEL_SERVERS, SECRETS
 from controller.kube.client import connect
-from controller.kube.resources import CONFIG_MAPS, MODEL_SERVERS, SECRETS
 from tests.certificates import Authority
 from tests.kube_objects import Object, secret, server
 from tests.waiting import eventually

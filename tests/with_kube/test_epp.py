@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.cluster.control_plane import write_kubeconfig
+from bench.cluster.local_control_plane import write_kubeconfig
 from bench.stack.processes import free_ports, ports_in_a_row
-from controller.kube.resources import INFERENCE_POOLS
+from controller.kube.api_resources import INFERENCE_POOLS
 from tests.waiting import eventually
 from tests.with_envoy.test_picker_tls import NOT_SERVING, SERVING, health
 from tests.with_kube.kubes import REAL

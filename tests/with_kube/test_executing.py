@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from controller.kube.plan import Action, Annotate, Apply, Create, Delete, SetStatus
+from controller.kube.api_resources import CONFIG_MAPS, MODEL_INFERS
 from controller.kube.plan_executor import Executor, Expectations, NameStillTaken, ObjectRefused
-from controller.kube.resources import CONFIG_MAPS, MODEL_INFERS
+from controller.kube.reconcile_plan import Action, Annotate, Apply, Create, Delete, SetStatus
 from controller.kube.shared_informers import InformerSet, SharedInformers
 from tests.with_kube.managing import define_kinds, model_infer
 from tests.with_kube.objects import config_map
 
 if TYPE_CHECKING:
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object
 
 
 class Doing:

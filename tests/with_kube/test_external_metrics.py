@@ -20,11 +20,11 @@ import pytest_asyncio
 import yaml
 
 from bench.cluster.certificates import write_private
-from bench.cluster.control_plane import write_kubeconfig
+from bench.cluster.local_control_plane import write_kubeconfig
 from bench.stack.processes import Processes, free_ports
 from controller.autoscaler.export.keda_messages import GetMetricsRequest, GetMetricsResponse, ScaledObjectRef
+from controller.kube.api_resources import MODEL_INFERS, SECRETS, SERVICE_ACCOUNTS, SERVICES, ApiResource
 from controller.kube.errors import ClusterError, NotFound
-from controller.kube.resources import MODEL_INFERS, SECRETS, SERVICE_ACCOUNTS, SERVICES, Resource
 from controller.webhooks.certificates import API_SERVICES
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.cluster.assets import ClusterBinaries
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
+    from bench.cluster.local_control_plane import ControlPlane
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
     from controller.kube.cluster_access import ClusterAccess
-    from controller.kube.resources import Object
     from tests.with_kube.kubes import Kube
 
 __all__ = ["account"]
 pytestmark = REAL
 API = "v1beta1.external.metrics.k8s.io"
 PATH = "/apis/external.metrics.k8s.io/v1beta1"
-HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
-ROLES = Resource("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
-BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False)
+HPAS = ApiResource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+ROLES = ApiResource("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
+BINDINGS = ApiResource("rbac.authorization.k8s.io", "v1", "clusterrolebindings", "ClusterRoleBinding", namespaced=False)
 NAME = "manager"
 CERTIFICATES = "attache-webhook-certificates"
 
@@ -359,5 +359,5 @@ async def token_of(client: Client, namespace: str, name: str) -> str:
     return str(answer["status"]["token"])
 
 
-def _resource(thing: Object) -> Resource:
-    return Resource("attache.dev", "v1alpha1", "autoscalingpolicybindings", thing["kind"])
+def _resource(thing: Object) -> ApiResource:
+    return ApiResource("attache.dev", "v1alpha1", "autoscalingpolicybindings", thing["kind"])

@@ -12,10 +12,7 @@ import pytest_asyncio
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
-from controller.kube.client import connect
-from controller.kube.errors import AlreadyExists
-from controller.kube.leader_election import LeaderElection
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONFIG_MAPS,
     CRDS,
     ENDPOINT_SLICES,
@@ -29,8 +26,11 @@ from controller.kube.resources import (
     REFERENCE_GRANTS,
     SECRETS,
     SERVICES,
-    Resource,
+    ApiResource,
 )
+from controller.kube.client import connect
+from controller.kube.errors import AlreadyExists
+from controller.kube.leader_election import LeaderElection
 from tests.gateway_objects import (
     Object,
     backend_ref,
@@ -67,7 +67,7 @@ MADE = {one.kind: one for one in (*OPTIONAL, CONFIG_MAPS, SECRETS, SERVICES, END
 POOL = {"group": "inference.networking.k8s.io", "kind": "InferencePool"}
 
 
-def loose(resource: Resource) -> Object:
+def loose(resource: ApiResource) -> Object:
     """A definition that takes everything, for the fake server, which needs no Go module."""
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     version = {
@@ -138,7 +138,7 @@ async def serving(client: Client, namespace: str, folder: Path, probe_s: float =
                 await task
 
 
-async def status(client: Client, resource: Resource, name: str, namespace: str | None) -> dict[str, Any]:
+async def status(client: Client, resource: ApiResource, name: str, namespace: str | None) -> dict[str, Any]:
     return (await client.get(resource, name, namespace)).get("status") or {}
 
 
@@ -195,9 +195,9 @@ async def test_a_gateway_and_a_route_become_a_directory_and_say_so(
         assert {one["involvedObject"]["kind"] for one in events.items} >= {"Gateway", "HTTPRoute"}
         # a settled object is not written again
         await asyncio.sleep(0.3)
-        writes = role.status_writes
+        writes = role.status_write_count
         await asyncio.sleep(0.5)
-        assert role.status_writes == writes
+        assert role.status_write_count == writes
 
 
 async def test_of_routes_of_two_kinds_the_older_is_served_and_both_say_so(
@@ -207,7 +207,7 @@ async def test_of_routes_of_two_kinds_the_older_is_served_and_both_say_so(
     # times of API servers are whole seconds; of two in one, the first by name is older
     await create(client, namespace, grpc_route("zcalls"))
 
-    async def accepted(resource: Resource, name: str) -> list[tuple[str, str]]:
+    async def accepted(resource: ApiResource, name: str) -> list[tuple[str, str]]:
         parents = (await status(client, resource, name, namespace)).get("parents") or ()
         return [said(one["conditions"])["Accepted"] for one in parents]
 

@@ -9,9 +9,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from bench.cluster.control_plane import write_kubeconfig
+from bench.cluster.local_control_plane import write_kubeconfig
 from bench.stack.processes import free_ports
-from controller.kube.resources import MODEL_ROUTES
+from controller.kube.api_resources import MODEL_ROUTES
 from tests.kube_objects import route, server
 from tests.waiting import eventually
 from tests.with_kube.managing import define_kinds

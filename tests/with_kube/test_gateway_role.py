@@ -15,16 +15,12 @@ import pytest_asyncio
 from aiohttp import web
 
 from attache.__main__ import main
-from bench.cluster.control_plane import write_kubeconfig
+from bench.cluster.local_control_plane import write_kubeconfig
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.directory_writer import DirectoryWriter
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
-from controller.kube.client import connect
-from controller.kube.errors import ClusterError
-from controller.kube.informer import InformerTiming
-from controller.kube.leader_election import LeaderElection
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONFIG_MAPS,
     EVENTS,
     GATEWAY_CONFIGS,
@@ -32,8 +28,12 @@ from controller.kube.resources import (
     MODEL_ROUTES,
     MODEL_SERVERS,
     PODS,
-    Resource,
+    ApiResource,
 )
+from controller.kube.client import connect
+from controller.kube.errors import ClusterError
+from controller.kube.informer import InformerTiming
+from controller.kube.leader_election import LeaderElection
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory
 from extproc.api.status_pages import REPORT_PATH, ConfigReport
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     from controller.gateway.directory_writer import WrittenFiles
     from controller.kube.client import Client
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.model_server import ModelServer
-    from extproc.api.snapshot import Snapshot
     from tests.fake_api.server import FakeServer
     from tests.with_kube.kubes import Kube
 
@@ -120,7 +120,7 @@ def addresses(folder: Path, name: str = "llama") -> list[str] | None:
     return None if found is None else [one.address for one in found.spec.endpoints]
 
 
-async def conditions(client: Client, resource: Resource, name: str, namespace: str) -> dict[str, tuple[str, str]]:
+async def conditions(client: Client, resource: ApiResource, name: str, namespace: str) -> dict[str, tuple[str, str]]:
     thing = await client.get(resource, name, namespace)
     found: list[Any] = (thing.get("status") or {}).get("conditions") or []
     return {one["type"]: (one["status"], one["reason"]) for one in found}
@@ -157,10 +157,10 @@ async def test_objects_become_a_directory_and_say_so(client: Client, namespace: 
         assert (await conditions(client, MODEL_ROUTES, "llama", namespace))["Programmed"][0] == "True"
         events = await client.list(EVENTS, namespace)
         assert {one["involvedObject"]["name"] for one in events.items if one["source"].get("component")} >= {"llama"}
-        writes = role.status_writes
+        writes = role.status_write_count
         await client.merge_patch(MODEL_SERVERS, "llama", namespace, {"metadata": {"labels": {"team": "blue"}}})
         await asyncio.sleep(0.5)
-        assert role.status_writes == writes, "a settled object causes no write"
+        assert role.status_write_count == writes, "a settled object causes no write"
 
 
 async def test_a_deleted_server_in_use_is_503_and_the_route_says_why(
@@ -296,8 +296,8 @@ async def test_only_the_leader_writes_statuses_and_all_write_their_directories(
     ):
         await create(client, server(namespace=namespace))
         await eventually(lambda: addresses(tmp_path / "one") == [] and addresses(tmp_path / "two") == [])
-        await eventually(lambda: one.status_writes + two.status_writes >= 1)
-        assert 0 in (one.status_writes, two.status_writes)
+        await eventually(lambda: one.status_write_count + two.status_write_count >= 1)
+        assert 0 in (one.status_write_count, two.status_write_count)
 
 
 async def test_what_happened_while_it_was_away_is_made_up_for(client: Client, namespace: str, tmp_path: Path) -> None:

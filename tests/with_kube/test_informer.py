@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from controller.kube.api_resources import CONFIG_MAPS, ApiResource
 from controller.kube.errors import NotFound, ServerError
 from controller.kube.informer import Informer, InformerTiming, Selection
-from controller.kube.resources import CONFIG_MAPS, Resource
 from controller.kube.shared_informers import InformerSet, SharedInformers
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
@@ -21,7 +21,7 @@ from tests.with_kube.objects import config_map
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.local_control_plane import ControlPlane
     from controller.kube.client import Client
     from tests.fake_api.server import ApiCall, FakeServer
     from tests.with_kube.kubes import Kube
@@ -106,7 +106,7 @@ async def test_what_is_listed_once_is_not_watched_and_only_optional_kinds_may_be
     client: Client, fake: FakeServer, namespace: str
 ) -> None:
     await client.create(CONFIG_MAPS, config_map(namespace, "one"))
-    unknown = Resource("nobody.dev", "v1", "widgets", "Widget")
+    unknown = ApiResource("nobody.dev", "v1", "widgets", "Widget")
     cache = InformerSet(SharedInformers(client), namespace)
     informer, missing = cache.add(CONFIG_MAPS), cache.add(unknown, optional=True)
     fake.faults.refuse(1, 500, of=is_watch)

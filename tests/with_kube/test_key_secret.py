@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.stack.processes import free_ports
-from controller.keys.changes import KeyRefused, parse_key_request
+from controller.keys.api_key_changes import KeyRefused, parse_key_request
+from controller.keys.api_key_store import KeyAdmin
 from controller.keys.kubernetes_secret_store import KeyStoreSecret
-from controller.keys.store import KeyAdmin
+from controller.kube.api_resources import SECRETS
 from controller.kube.cluster_access import ClusterAccess
-from controller.kube.resources import SECRETS
 from extproc.api.key_store import KEYS_FILE
 
 if TYPE_CHECKING:
-    from controller.keys.changes import KeyRequest
+    from controller.keys.api_key_changes import KeyRequest
     from controller.kube.client import Client
     from tests.with_kube.kubes import Kube
 

@@ -12,7 +12,7 @@ from tools.kubectl_pages import PAGES, collect, commands, with_output
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from bench.cluster.assets import ClusterBinaries
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
     from controller.kube.client import Client
 
 pytestmark = REAL

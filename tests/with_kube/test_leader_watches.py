@@ -14,9 +14,9 @@ from controller.autoscaler.reconciler.controller import ScalingSettings, make_sc
 from controller.autoscaler.reconciler.decision_records import DecisionRecords
 from controller.autoscaler.reconciler.informers import NamespacedPodInformers
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
+from controller.kube.api_resources import MODEL_INFERS, NODES, PODS, ApiResource
 from controller.kube.client import Client
 from controller.kube.pods import POD_VIEW
-from controller.kube.resources import MODEL_INFERS, NODES, PODS, Resource
 from controller.kube.shared_informers import SharedInformers
 from tests.waiting import eventually
 from tests.with_kube.kubes import make_namespace
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from controller.kube.client import WatchEvent
     from tests.with_kube.kubes import Kube
 
-Watch = tuple[Resource, str | None, str]
+Watch = tuple[ApiResource, str | None, str]
 
 
 def open_watches(monkeypatch: pytest.MonkeyPatch) -> Counter[Watch]:
@@ -42,7 +42,7 @@ def open_watches(monkeypatch: pytest.MonkeyPatch) -> Counter[Watch]:
 
     async def counted(
         self: Client,
-        resource: Resource,
+        resource: ApiResource,
         namespace: str | None = None,
         *,
         labels: str = "",

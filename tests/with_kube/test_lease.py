@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from bench.stack.processes import free_ports
+from controller.kube.api_resources import LEASES
 from controller.kube.client import connect
 from controller.kube.leader_election import LeaderElection, LeaseTiming
-from controller.kube.resources import LEASES
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 

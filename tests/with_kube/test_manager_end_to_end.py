@@ -11,10 +11,9 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.cluster.node.node import Node, gpu_node, running_nodes
+from bench.cluster.node.in_process_node import Node, gpu_node, running_nodes
 from bench.cluster.node.pod_state_machine import NodeTiming
-from controller.kube.client import Client
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONTROLLER_REVISIONS,
     EVENTS,
     MODEL_INFERS,
@@ -22,6 +21,7 @@ from controller.kube.resources import (
     PODS,
     SERVICES,
 )
+from controller.kube.client import Client
 from controller.models.model_infer.names import MODEL_INFER
 from controller.models.model_infer.reconcile import reconcile
 from tests.waiting import eventually
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from controller.kube.resources import Object, Resource
+    from controller.kube.api_resources import ApiResource, Object
     from tests.with_kube.kubes import Kube
 
 QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
@@ -57,7 +57,7 @@ class Place(msgspec.Struct, frozen=True):
         made["spec"].update(spec)
         await self.client.create(MODEL_INFERS, made)
 
-    async def names(self, resource: Resource = PODS) -> set[str]:
+    async def names(self, resource: ApiResource = PODS) -> set[str]:
         """Of those objects that a ModelInfer owns."""
         found = (await self.client.list(resource, self.namespace)).items
         return {

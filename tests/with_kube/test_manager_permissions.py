@@ -10,9 +10,9 @@ import msgspec
 import pytest_asyncio
 import yaml
 
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
+from controller.kube.api_resources import MODEL_INFERS, MODELS, NODES, PODS, SECRETS, SERVICES
 from controller.kube.errors import Forbidden
-from controller.kube.resources import MODEL_INFERS, MODELS, NODES, PODS, SECRETS, SERVICES
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from tests.waiting import eventually
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.cluster.assets import ClusterBinaries
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
+    from bench.cluster.local_control_plane import ControlPlane
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
     from controller.kube.cluster_access import ClusterAccess
-    from controller.kube.resources import Object
 
 pytestmark = REAL
 CRASHES = [{"name": "engine", "image": "attache/host", "command": ["sh", "-c", "echo no GPU found; exit 3"]}]

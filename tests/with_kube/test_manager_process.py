@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from bench.cluster.control_plane import write_kubeconfig
+from bench.cluster.local_control_plane import write_kubeconfig
 from bench.stack.processes import Processes, free_ports
-from controller.kube.resources import LEASES, MODEL_INFERS, PODS
+from controller.kube.api_resources import LEASES, MODEL_INFERS, PODS
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_kinds, model_infer, pod_names, role

@@ -13,12 +13,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.cluster.control_plane import write_kubeconfig
+from bench.cluster.local_control_plane import write_kubeconfig
 from bench.stack.processes import Processes, free_ports
 from controller.commands.manager import _innermost
-from controller.kube.errors import Forbidden
-from controller.kube.kopf_thread import KopfEnded
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     LEASES,
     MODEL_INFERS,
@@ -27,6 +25,8 @@ from controller.kube.resources import (
     MODELS,
     PODS,
 )
+from controller.kube.errors import Forbidden
+from controller.kube.kopf_thread import KopfEnded
 from controller.manager.runner import CONTROLLER
 from controller.models.model_infer import names
 from controller.models.model_infer.model_infer_state import PodLoad
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.plan import Plan
-    from controller.kube.resources import Object
+    from controller.kube.reconcile_plan import Plan
     from controller.models.model_infer.model_infer_state import ModelInferState
     from controller.models.rollouts_page import RolloutView
     from tests.fake_api.server import FakeServer

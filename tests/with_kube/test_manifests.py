@@ -15,10 +15,7 @@ import pytest_asyncio
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings, parse_addresses
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
-from controller.kube.client import connect
-from controller.kube.errors import Forbidden, NotFound
-from controller.kube.leader_election import LeaderElection
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     GATEWAY_CLASSES,
@@ -32,6 +29,9 @@ from controller.kube.resources import (
     PODS,
     SECRETS,
 )
+from controller.kube.client import connect
+from controller.kube.errors import Forbidden, NotFound
+from controller.kube.leader_election import LeaderElection
 from tests.gateway_objects import backend_ref, gateway, gateway_class, grpc_route, http_route, https, pool, tls_secret
 from tests.kube_objects import Object, resource, route, server
 from tests.waiting import eventually
@@ -46,8 +46,8 @@ from tests.with_kube.test_gateway_role import IMPATIENT, addresses, conditions, 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.cluster.assets import ClusterBinaries
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
+    from bench.cluster.local_control_plane import ControlPlane
     from controller.kube.client import Client
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from controller.kube.api_resources import PODS
 from controller.kube.client import connect
-from controller.kube.resources import PODS
 from controller.models.model.model_state import CHILDREN
 from controller.models.runtimes.presets import built_in_objects
 from tests.with_kube.kubes import REAL

@@ -19,15 +19,13 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
 from bench.cluster.node.pod_state_machine import NodeTiming
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
-from controller.kube.client import Client, connect
-from controller.kube.leader_election import LeaderElection
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     GATEWAY_CONFIGS,
     MODEL_INFERS,
     MODEL_ROUTES,
@@ -38,9 +36,11 @@ from controller.kube.resources import (
     SERVICES,
     SERVING_RUNTIMES,
 )
+from controller.kube.client import Client, connect
+from controller.kube.leader_election import LeaderElection
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
-from extproc.llmd.picker_builder import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPluginChecker
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_kinds, managing
@@ -49,7 +49,7 @@ from tests.with_kube.test_gateway_role import IMPATIENT
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from controller.kube.resources import Resource
+    from controller.kube.api_resources import ApiResource
     from tests.with_kube.kubes import Kube
 
 pytestmark = REAL
@@ -162,7 +162,7 @@ class Site(msgspec.Struct, frozen=True):
             pods = (await self.client.list(PODS, self.namespace)).items
             pytest.fail(f"{await self.status()}; {[(one['metadata']['name'], one['status']) for one in pods]}")
 
-    async def count(self, resource: Resource) -> int:
+    async def count(self, resource: ApiResource) -> int:
         return len((await self.client.list(resource, self.namespace)).items)
 
     async def ask(self, prompt: str = "Who are you?") -> httpx.Response:
@@ -252,7 +252,7 @@ async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> A
     async with connect(kube.admin, manager=CONTROLLER) as own, Processes(folder) as processes:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
         role = GatewayRunner(
-            own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPlugins()
+            own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPluginChecker()
         )
         task = asyncio.create_task(role.run())
         try:

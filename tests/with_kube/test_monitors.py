@@ -22,7 +22,7 @@ from controller.kube.manager_metrics import ManagerMetrics
 from controller.kube.metrics_and_health import serve_pages
 from controller.usage.ingest import IngestCounters
 from controller.usage.metrics import UsageMetrics
-from extproc.runtime.translator_metrics import TranslatorMetrics
+from extproc.runtime.api_translator_metrics import TranslatorMetrics
 from tests.waiting import eventually
 from tests.with_kube.monitors import checked, configuration, endpoints_of, job_name, scrape_configs
 from tests.with_kube.prometheus import scraping
@@ -30,7 +30,7 @@ from tests.with_kube.prometheus import scraping
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
 
 MONITORING = Path(__file__).parent.parent.parent / "manifests" / "monitoring"
 ENGINE = "10.0.0.1:8000"

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from bench.cluster.node.node import Node, gpu_node, running_nodes
+from bench.cluster.node.in_process_node import Node, gpu_node, running_nodes
 from bench.cluster.node.pod_state_machine import NodeTiming
+from controller.kube.api_resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS, ApiResource
 from controller.kube.client import Client
 from controller.kube.errors import Forbidden
-from controller.kube.resources import CONFIG_MAPS, DEPLOYMENTS, NODES, PODS, SECRETS, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from bench.cluster.assets import ClusterBinaries
-    from bench.cluster.control_plane import ControlPlane
-    from controller.kube.resources import Object
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
+    from bench.cluster.local_control_plane import ControlPlane
+    from controller.kube.api_resources import Object
     from tests.with_kube.kubes import Kube
 
 QUICK = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
 SERVE = [sys.executable, "-u", "-m", "http.server", "--bind", "0.0.0.0", "8000"]  # noqa: S104 - becomes the pod's address
-PERSISTENT_VOLUMES = Resource("", "v1", "persistentvolumes", "PersistentVolume", namespaced=False)
-CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
+PERSISTENT_VOLUMES = ApiResource("", "v1", "persistentvolumes", "PersistentVolume", namespaced=False)
+CLAIMS = ApiResource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -383,7 +383,7 @@ async def test_variables_and_files_come_from_the_cluster(place: Place) -> None:
 async def test_a_process_has_its_pods_service_account(place: Place) -> None:
     script = (
         "import asyncio;from controller.kube.cluster_access import *;from controller.kube.client import *;"
-        "from controller.kube.resources import *\n"
+        "from controller.kube.api_resources import *\n"
         "async def main():\n"
         "  async with connect(find_access(), manager='pod') as client:\n"
         "    try: await client.list(SECRETS, 'default')\n"

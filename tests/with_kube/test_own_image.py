@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from controller.kube.api_resources import PODS
 from controller.kube.client import connect
-from controller.kube.resources import PODS
 from controller.manager.runner import find_own_image
 from tests.with_kube.kubes import FAKE
 

@@ -17,13 +17,13 @@ import pytest_asyncio
 import yaml
 
 from bench.cluster.certificates import Authority
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
+from controller.kube.api_resources import DEPLOYMENTS, INFERENCE_POOLS, NODES, PODS, SECRETS, ApiResource, Object
 from controller.kube.client import Client
-from controller.kube.resources import DEPLOYMENTS, INFERENCE_POOLS, NODES, PODS, SECRETS, Object, Resource
 from tests.controller.commands.test_epp import CHART
-from tests.controller.gateway.compile.test_picker_mode import PICKER
+from tests.controller.gateway.compile.test_inference_pool_compiler import PICKER
 from tests.waiting import eventually
 from tests.with_envoy.gateways import NO_HINT, bootstrap, pool_cluster
 from tests.with_kube.kubes import REAL, Kube
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from bench.cluster.assets import ClusterBinaries
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
 
 pytestmark = REAL
 SECRET = "attache-picker-tls"  # noqa: S105 - a name
@@ -146,11 +146,11 @@ async def apply_epp(client: Client, namespace: str) -> None:
         {"apiGroups": ["llm-d.ai"], "resources": ["inferenceobjectives"], "verbs": reading},
     ]
     reference = {"apiGroup": rbac, "kind": "Role", "name": "epp"}
-    things: list[tuple[Resource, Object]] = [
-        (Resource("", "v1", "serviceaccounts", "ServiceAccount"), named("v1", "ServiceAccount", namespace)),
-        (Resource(rbac, "v1", "roles", "Role"), {**named(f"{rbac}/v1", "Role", namespace), "rules": rules}),
+    things: list[tuple[ApiResource, Object]] = [
+        (ApiResource("", "v1", "serviceaccounts", "ServiceAccount"), named("v1", "ServiceAccount", namespace)),
+        (ApiResource(rbac, "v1", "roles", "Role"), {**named(f"{rbac}/v1", "Role", namespace), "rules": rules}),
         (
-            Resource(rbac, "v1", "rolebindings", "RoleBinding"),
+            ApiResource(rbac, "v1", "rolebindings", "RoleBinding"),
             {
                 **named(f"{rbac}/v1", "RoleBinding", namespace),
                 "roleRef": reference,
@@ -158,7 +158,7 @@ async def apply_epp(client: Client, namespace: str) -> None:
             },
         ),
         (
-            Resource("", "v1", "configmaps", "ConfigMap"),
+            ApiResource("", "v1", "configmaps", "ConfigMap"),
             {**named("v1", "ConfigMap", namespace), "data": {"default-plugins.yaml": PICKER, "another.yaml": "{}"}},
         ),
         (DEPLOYMENTS, epp(namespace)),

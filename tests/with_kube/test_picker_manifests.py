@@ -16,9 +16,7 @@ import yaml
 
 from controller.gateway.inference_pool_reconciler import CONTROLLER, InferencePoolRunner, InferencePoolSettings
 from controller.gateway.metrics import GatewayMetrics
-from controller.kube.client import connect
-from controller.kube.errors import Forbidden
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONFIG_MAPS,
     CRDS,
     DEPLOYMENTS,
@@ -28,6 +26,8 @@ from controller.kube.resources import (
     SERVICE_ACCOUNTS,
     Object,
 )
+from controller.kube.client import connect
+from controller.kube.errors import Forbidden
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import define_others
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.cluster.assets import ClusterBinaries
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
+    from bench.cluster.local_control_plane import ControlPlane
     from controller.kube.client import Client
 
 PICKER = MANIFESTS / "picker"

@@ -13,10 +13,10 @@ import pytest_asyncio
 
 from controller.gateway.inference_pool_reconciler import CONTROLLER, InferencePoolRunner, InferencePoolSettings
 from controller.gateway.metrics import GatewayMetrics
+from controller.kube.api_resources import CRDS, EVENTS, INFERENCE_POOLS
 from controller.kube.client import connect
-from controller.kube.resources import CRDS, EVENTS, INFERENCE_POOLS
 from extproc.api.config_loader import load_directory
-from tests.controller.gateway.compile.test_picker_mode import PICKER
+from tests.controller.gateway.compile.test_inference_pool_compiler import PICKER
 from tests.waiting import eventually
 from tests.with_kube.pods import make_pod
 from tests.with_kube.test_gateway_role import IMPATIENT, addresses

@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry
 from controller.audit import open_audit
 from controller.autoscaler.reconciler import accelerators as rooms
 from controller.autoscaler.reconciler.scalables import SCALED_BY
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
     MODEL_INFERS,
     NODES,
     PODS,
-    Resource,
+    ApiResource,
 )
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from tests.fake_api.server import ApiCall, FakeServer
     from tests.with_kube.kubes import Kube
 
-HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+HPAS = ApiResource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)

@@ -19,15 +19,15 @@ from controller.autoscaler.reconciler.controller import ScalingSettings, make_sc
 from controller.autoscaler.reconciler.decision_records import DecisionRecords, decision_page_routes
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.commands import explain_scaling as explain_scaling_command
-from controller.kube.client import connect
-from controller.kube.metrics_and_health import serve_pages
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICY_BINDINGS,
     DEPLOYMENTS,
     MODEL_INFER_ROLES,
     MODEL_INFERS,
     PODS,
 )
+from controller.kube.client import connect
+from controller.kube.metrics_and_health import serve_pages
 from controller.kube.shared_informers import SharedInformers
 from extproc.api.spec import API_VERSION
 from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, ProcessDemand, ServerDemand

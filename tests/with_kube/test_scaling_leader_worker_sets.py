@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest_asyncio
 import yaml
 
-from bench.cluster.control_plane import apply_crds
+from bench.cluster.local_control_plane import apply_crds
 from controller.autoscaler.reconciler.scalables import LEADER_WORKER_SETS
-from controller.kube.resources import PODS, Object
+from controller.kube.api_resources import PODS, Object
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds

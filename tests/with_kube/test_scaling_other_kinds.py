@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest_asyncio
 import yaml
 
-from bench.cluster.control_plane import apply_crds
+from bench.cluster.local_control_plane import apply_crds
 from controller.autoscaler.reconciler.scalables import SCALED_BY
+from controller.kube.api_resources import AUTOSCALING_POLICY_BINDINGS, PODS, ApiResource, Object
 from controller.kube.informer import Informer, Selection
-from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, PODS, Object, Resource
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE, REAL
 from tests.with_kube.managing import define_kinds
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from bench.cluster.assets import ClusterBinaries
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
+    from bench.cluster.local_control_plane import ControlPlane
     from controller.kube.client import Client
     from controller.kube.cluster_access import ClusterAccess
     from tests.with_kube.kubes import Kube
 
 __all__ = ["account"]
-FLEETS: Final = Resource("example.org", "v1", "fleets", "Fleet")
-CLUSTER_ROLES: Final = Resource("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
+FLEETS: Final = ApiResource("example.org", "v1", "fleets", "Fleet")
+CLUSTER_ROLES: Final = ApiResource("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
 PRESERVED: Final = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
 

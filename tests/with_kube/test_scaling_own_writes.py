@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest_asyncio
 
 from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO
-from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
+from controller.kube.api_resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds
@@ -28,8 +28,8 @@ from tests.with_kube.scaling import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object
     from tests.fake_api.server import ApiCall, FakeServer
     from tests.with_kube.kubes import Kube
 

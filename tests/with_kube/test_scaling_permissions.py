@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from controller.autoscaler.reconciler.scalables import STATEFUL_SETS
-from controller.kube.resources import DEPLOYMENTS, MODEL_INFERS
+from controller.kube.api_resources import DEPLOYMENTS, MODEL_INFERS
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
 from tests.with_kube.managing import model_infer
@@ -27,9 +27,9 @@ from tests.with_kube.test_manager_permissions import account
 from tests.with_kube.test_manifests import MANIFESTS
 
 if TYPE_CHECKING:
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
     from controller.kube.cluster_access import ClusterAccess
-    from controller.kube.resources import Object
 
 __all__ = ["account"]
 pytestmark = REAL

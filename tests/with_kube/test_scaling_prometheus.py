@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest_asyncio
 
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
-from controller.kube.resources import DEPLOYMENTS, SECRETS
+from controller.kube.api_resources import DEPLOYMENTS, SECRETS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds

@@ -14,7 +14,7 @@ from aiohttp import web
 from bench.stack.processes import free_ports
 from controller.autoscaler.reconciler.metric_source_http import FetchFailed, fetch_page
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
-from controller.kube.resources import DEPLOYMENTS
+from controller.kube.api_resources import DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest_asyncio
 
-from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
+from controller.kube.api_resources import AUTOSCALING_POLICY_BINDINGS, DEPLOYMENTS
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import define_kinds, reasons

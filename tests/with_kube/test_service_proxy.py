@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench.cluster.service_proxy import serving_services
-from controller.kube.resources import ENDPOINT_SLICES, SERVICES
+from bench.cluster.service_proxy import running_service_proxy
+from controller.kube.api_resources import ENDPOINT_SLICES, SERVICES
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 
@@ -62,7 +62,7 @@ def endpoint_slice(namespace: str, port: int, *, ready: bool) -> dict[str, Any]:
 
 
 async def test_connections_go_to_endpoints_that_are_ready(client: Client, namespace: str) -> None:
-    async with echoing() as port, serving_services(client):
+    async with echoing() as port, running_service_proxy(client):
         # the port is free at the Service's address
         await client.create(SERVICES, service(namespace, port))
         await client.create(ENDPOINT_SLICES, endpoint_slice(namespace, port, ready=True))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import pytest_asyncio
 
-from bench.cluster.node.node import gpu_node, running_nodes
+from bench.cluster.node.in_process_node import gpu_node, running_nodes
+from controller.kube.api_resources import MODEL_SERVERS, NODES
 from controller.kube.client import connect
-from controller.kube.resources import MODEL_SERVERS, NODES
 from controller.models.model_infer import names
 from controller.models.model_infer.reconcile import reconcile
 from extproc.scheduling.builtin_pickers import NO_PREFILL
@@ -25,8 +25,8 @@ from tests.with_kube.under_load import QUICK, Site, Streams, gateway
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from bench.cluster.control_plane import ControlPlane
-    from controller.kube.resources import Object
+    from bench.cluster.local_control_plane import ControlPlane
+    from controller.kube.api_resources import Object
     from tests.with_kube.under_load import Watch
 
 CRASHES: Final = {"image": "attache/host", "command": ["sh", "-c", "echo no GPU found; exit 3"], "args": []}

@@ -17,22 +17,22 @@ import pytest_asyncio
 import yaml
 
 from bench.stack.processes import free_ports
-from controller.kube.client import connect
-from controller.kube.errors import ApiError, Forbidden
-from controller.kube.manager_metrics import ManagerMetrics
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     CONFIG_MAPS,
     GATEWAY_CONFIGS,
     MODEL_ROUTES,
     MODEL_SERVERS,
     MODELS,
     SECRETS,
-    Resource,
+    ApiResource,
 )
+from controller.kube.client import connect
+from controller.kube.errors import ApiError, Forbidden
+from controller.kube.manager_metrics import ManagerMetrics
 from controller.manager.runner import CONTROLLER
 from controller.webhooks.certificates import WEBHOOK_CONFIGURATIONS, Lifetimes, RotationSettings, utc_now
 from controller.webhooks.server import WebhookServer, WebhookSettings
-from extproc.llmd.picker_builder import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPluginChecker
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
 from tests.with_kube.kubes import REAL
@@ -43,8 +43,8 @@ from tests.with_kube.test_manifests import SYSTEM, kubectl
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from bench.cluster.assets import ClusterBinaries
-    from bench.cluster.control_plane import ControlPlane
+    from bench.cluster.kubernetes_binaries import ClusterBinaries
+    from bench.cluster.local_control_plane import ControlPlane
     from controller.kube.client import Client
 
 MANIFESTS = Path(__file__).parents[2] / "manifests" / "manager"
@@ -93,7 +93,7 @@ async def managing(
     )
     settings = WebhookSettings(listen=f"127.0.0.1:{port}", rotation=rotation)
     role = WebhookServer(
-        account, settings, ManagerMetrics(), check_picker=InstalledPlugins(), timing=IMPATIENT, clock=clock
+        account, settings, ManagerMetrics(), check_picker=InstalledPluginChecker(), timing=IMPATIENT, clock=clock
     )
     task = asyncio.create_task(role.run())
     try:
@@ -123,7 +123,7 @@ async def configured(client: Client, port: int | None, namespace: str) -> AsyncI
         await client.delete(WEBHOOK_CONFIGURATIONS, "attache")
 
 
-async def sent(client: Client, resource: Resource, thing: Object, *, dry_run: bool = True) -> list[str]:
+async def sent(client: Client, resource: ApiResource, thing: Object, *, dry_run: bool = True) -> list[str]:
     """Create it; the warnings. Raises ApiError."""
     metadata = {name: value for name, value in thing["metadata"].items() if name in {"name", "namespace", "labels"}}
     query = client._writing(dry_run=dry_run)
@@ -132,7 +132,7 @@ async def sent(client: Client, resource: Resource, thing: Object, *, dry_run: bo
         return list(answer.headers.getall("Warning", []))
 
 
-async def refusal(client: Client, resource: Resource, thing: Object) -> str:
+async def refusal(client: Client, resource: ApiResource, thing: Object) -> str:
     """Why it is refused; empty if it is taken."""
     try:
         await sent(client, resource, thing)

@@ -4,8 +4,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from controller.agents.downloader.progress import CONDITION, PodConditionWriter, Progress
+from controller.kube.api_resources import PODS
 from controller.kube.client import Client, connect
-from controller.kube.resources import PODS
 from tests.with_kube.kubes import REAL
 from tests.with_kube.pods import make_pod
 

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import aiohttp
 import msgspec
 
-from bench.cluster.node.node import Node
+from bench.cluster.node.in_process_node import Node
 from bench.cluster.node.pod_state_machine import NodeTiming
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
 from controller.api.drain_mark import DRAINING
 from controller.gateway.metrics import GatewayMetrics
 from controller.gateway.runner import CONTROLLER, GatewayRunner, GatewaySettings
-from controller.kube.client import Client, connect
-from controller.kube.informer import Informer, Selection
-from controller.kube.leader_election import LeaderElection
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     MODEL_INFERS,
     MODEL_ROUTES,
     MODEL_SERVERS,
     PODS,
 )
+from controller.kube.client import Client, connect
+from controller.kube.informer import Informer, Selection
+from controller.kube.leader_election import LeaderElection
 from controller.models.model_infer import names
 from extproc.api.status_pages import LOADS_LABEL, LOADS_PATH
-from extproc.llmd.picker_builder import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPluginChecker
 from tests.kube_objects import resource, route
 from tests.waiting import eventually
 from tests.with_kube.managing import IMPATIENT, Managing, model_infer, role
@@ -42,7 +42,7 @@ from tests.with_kube.test_gateway_role import create
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
     from tests.with_kube.kubes import Kube
 
 QUICK: Final = NodeTiming(restart_s=0.2, restart_max_s=0.4, pull_s=0.2, pull_max_s=0.4, heartbeat_s=1.0)
@@ -78,7 +78,7 @@ async def gateway(client: Client, kube: Kube, namespace: str, folder: Path) -> A
     async with connect(kube.admin, manager=CONTROLLER) as own, Processes(folder) as processes:
         election = LeaderElection(own, namespace=namespace, name="gateway", identity="a")
         running = GatewayRunner(
-            own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPlugins()
+            own, settings, GatewayMetrics(), election=election, timing=IMPATIENT, check_picker=InstalledPluginChecker()
         )
         task = asyncio.create_task(running.run())
         try:

@@ -16,8 +16,8 @@ import msgspec
 import pytest_asyncio
 import yaml
 
+from bench.stack.loopback_stack import EngineFlags, EnvoyMissing, envoy_binary, running_stack
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import EngineFlags, EnvoyMissing, envoy_binary, running_stack
 from controller.models.runtimes.engine_settings import MODEL_PATH
 from extproc.api.spec import API_VERSION
 from tests.programs import not_tested
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
 
 _SERVER: Final = Path(__file__).parent / "kserve_server.py"
 _STEPS: Final = Path(__file__).parent / "kserve_steps.py"

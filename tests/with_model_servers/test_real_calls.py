@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from extproc.wire_protocol import LIVE_CALL, METADATA_CALL, READY_CALL
+from extproc.wire_names import LIVE_CALL, METADATA_CALL, READY_CALL
 from tests.model_calls import INFER, MODEL_METADATA, MODEL_READY, V2
 from tests.waiting import eventually
 from tests.with_model_servers.conftest import gateway_to, route, server

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bench.stack.stack import Stack
+    from bench.stack.loopback_stack import Stack
     from tests.with_model_servers.conftest import ModelServers
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

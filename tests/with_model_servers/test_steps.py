@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from bench.stack.loopback_stack import Stack
 from bench.stack.processes import free_ports
-from bench.stack.stack import Stack
 from tests.waiting import eventually
 from tests.with_model_servers.conftest import ModelServers, configure, document, gateway_to, server
 from tests.with_model_servers.test_replicas import Load, until_idle, until_served

@@ -15,12 +15,12 @@ import pytest
 import sqlalchemy as sa
 
 from controller.commands.usage import main
-from controller.usage.drift import ComparedPeriods, find_drift
 from controller.usage.log_follower import LogPosition
 from controller.usage.queries import BadQuery, Query, parse_query, run_query
 from controller.usage.rollups import SUMS, row_sums
 from controller.usage.rows import UsageRow, parse_usage_line
 from controller.usage.store import SCHEMA, SqlStore, StoreError, next_retention_horizon, open_engine, requests
+from controller.usage.traffic_drift import ComparedPeriods, find_drift
 from extproc.api.usage_log import OTHERS, UNROUTED
 from tests.usage_lines import NOON_S, context, line, text
 

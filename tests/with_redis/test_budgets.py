@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.admission.buckets import BucketLevel, Limit
-from extproc.admission.limits import Charge, ChargedBudget, Grant, RequestUsage, StoreUnavailable
 from extproc.admission.local_limits import LocalLimits
+from extproc.admission.rate_limits import Charge, ChargedBudget, Grant, RequestUsage, StoreUnavailable
+from extproc.admission.token_buckets import BucketLevel, Limit
 from extproc.core.effects import ChargeSharedStore
 from extproc.core.limit_accounting import LimitAccounting
-from extproc.errors import BudgetSpent
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.request_metrics import Metrics
+from extproc.refusals import BudgetSpent
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from extproc.core.effects import Effect
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
     from tests.redis_server import Redis
 
 CLOCK = time.monotonic  # noqa: TID251 - an edge

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from extproc.admission.buckets import Limit
-from extproc.admission.limits import Charge, ChargedBudget, Grant, RequestUsage, StoreUnavailable
+from extproc.admission.rate_limits import Charge, ChargedBudget, Grant, RequestUsage, StoreUnavailable
+from extproc.admission.token_buckets import Limit
 from extproc.feeds import redis_limits
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.request_metrics import Metrics
@@ -25,7 +25,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
     from tests.redis_server import Redis
 
 CLOCK = time.monotonic  # noqa: TID251 - an edge

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from extproc.admission.buckets import BucketReport, Limit
-from extproc.admission.limits import Charge, Grant, RequestUsage, StoreUnavailable
-from extproc.errors import RateLimited
+from extproc.admission.rate_limits import Charge, Grant, RequestUsage, StoreUnavailable
+from extproc.admission.token_buckets import BucketReport, Limit
 from extproc.feeds.redis_limits import RedisLimits, _read_answer, _settled, _Settlement
 from extproc.metrics.request_metrics import Metrics
+from extproc.refusals import RateLimited
 from tests.programs import program
 from tests.store_model import Store
 from tests.waiting import eventually

@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
-from bench.stack.stack import envoy_command
 from extproc.api.spec import API_VERSION
 from tests.decision_log import LoggedOutcome, read_outcomes
 from tests.programs import not_tested

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.stack.stack import ALIAS, EngineFlags, running_stack
+from bench.stack.loopback_stack import ALIAS, EngineFlags, running_stack
 from tests.with_vllm.model import write_model
 
 SCRIPT = Path(__file__).parent / "vllm_bench.py"

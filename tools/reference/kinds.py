@@ -11,10 +11,10 @@ import yaml
 from msgspec import inspect
 
 from controller.api.crds import field_docs
-from controller.kube import kinds as crds
+from controller.kube import custom_resources as crds
 from extproc.api.admission import InferenceObjective
+from extproc.api.document_kinds import DOCUMENT_KINDS
 from extproc.api.http_route import HTTPRoute
-from extproc.api.kinds import DOCUMENT_KINDS
 from extproc.api.picker_config import EndpointPickerConfig
 from extproc.api.spec import API_VERSION, NAME, NAMESPACE
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import inspect
 
-from controller.commands.epp_flags import FLAGS
+from controller.commands.llm_d_picker_flags import FLAGS
 from extproc.llmd.compatibility_notes import ineffective_parameters
 from extproc.llmd.plugin_types import ACCEPTED, ACCEPTED_PARAMETERS, BUILT_IN, NOT_BUILT, AcceptedType
 from tools.reference.kinds import MARK

@@ -14,7 +14,7 @@ from controller.api.crds.field_docs import wrap_paragraphs
 from controller.models.runtimes.presets import built_in_presets
 from extproc.llmd.compatibility_notes import ineffective_parameters
 from extproc.llmd.plugin_types import ACCEPTED, BUILT_IN, NOT_BUILT
-from extproc.wire_protocol import BODY_APIS, MODELS_PATH, Api, ApiSpec
+from extproc.wire_names import BODY_APIS, MODELS_PATH, Api, ApiSpec
 from tools.reference import kinds, llm_d, translation
 from tools.reference.kinds import MARK, field_table, structs_in
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from bench.autoscale.baselines.baseline import (
-    HpaMemory,
+    HpaState,
     clamp_to_bounds,
     current_replicas,
     initial_history,
@@ -39,24 +39,24 @@ class AibrixApa(msgspec.Struct, frozen=True):
     down_cooldown_s: int = 300
     period_s: float = 10.0
 
-    def desired_replicas(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: HpaState | None) -> tuple[int, HpaState | None]:
         """The algorithm, then the cooldown."""
         past = memory.past if memory is not None else initial_history(situation)
         reports = [one for one in ready_reports(situation) if one is not None]
         current = current_replicas(situation)
         if not reports:
-            return clamp_to_bounds(current, situation), HpaMemory(past)
+            return clamp_to_bounds(current, situation), HpaState(past)
         held = waiting_per_engine(situation) if self.metric == "in_flight" else 0.0
         mean = sum(self._value(one) for one in reports) / len(reports) + held
-        asked = clamp_to_bounds(self.formula(mean, current), situation)
+        asked = clamp_to_bounds(self.replicas_for_mean(mean, current), situation)
         behavior = Behavior(ScalingRules(0), ScalingRules(self.down_cooldown_s))
         found = stabilize(behavior, past.recommendations, recommended=asked, current=current, now_s=situation.now_s)
         past = add_recommendation(
             behavior, ScalingHistory(past.recommendations), PastRecommendation(situation.now_s, asked)
         )
-        return clamp_to_bounds(found, situation), HpaMemory(past)
+        return clamp_to_bounds(found, situation), HpaState(past)
 
-    def formula(self, mean: float, current: int) -> int:
+    def replicas_for_mean(self, mean: float, current: int) -> int:
         """Replicas by the mean of the metric."""
         share = mean / self.target
         asked = math.ceil(current * share)

@@ -25,9 +25,9 @@ from controller.autoscaler.decision.decision import Strategy
 from controller.autoscaler.decision.situation import EngineReport, EngineState, Situation
 from controller.autoscaler.decision.strategies.concurrency import ConcurrencyParameters, ConcurrencyStrategy
 from controller.autoscaler.decision.strategies.target import (
-    EngineUnits,
     TargetStrategy,
     Tolerance,
+    WeightedEngines,
     replicas_for_total_metric,
 )
 
@@ -47,14 +47,14 @@ class Baseline(Protocol[Memory]):
         ...
 
 
-class HpaMemory(msgspec.Struct, frozen=True):
+class HpaState(msgspec.Struct, frozen=True):
     """``past``: of the HPA. ``inner``: memory of the baseline behind it."""
 
     past: ScalingHistory = ScalingHistory()
     inner: Any = None
 
 
-class StrategyBaseline(msgspec.Struct, frozen=True):
+class StrategyWithHpa(msgspec.Struct, frozen=True):
     """A strategy of ours that is a baseline's own, with an HPA's behaviour block behind it; None: without one.
 
     An unknown recommendation changes nothing.
@@ -64,16 +64,16 @@ class StrategyBaseline(msgspec.Struct, frozen=True):
     behavior: Behavior | None
     period_s: float
 
-    def desired_replicas(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: HpaState | None) -> tuple[int, HpaState | None]:
         """The strategy's answer, as fast as the behaviour allows it."""
         found, inner = self.strategy.recommend(situation, memory.inner if memory is not None else None)
         past = memory.past if memory is not None else initial_history(situation)
         if found.replicas is None:
-            return clamp_to_bounds(current_replicas(situation), situation), HpaMemory(past, inner)
+            return clamp_to_bounds(current_replicas(situation), situation), HpaState(past, inner)
         if self.behavior is None:
-            return clamp_to_bounds(found.replicas, situation), HpaMemory(past, inner)
+            return clamp_to_bounds(found.replicas, situation), HpaState(past, inner)
         replicas, past = apply_hpa_behavior(self.behavior, past, found.replicas, situation)
-        return replicas, HpaMemory(past, inner)
+        return replicas, HpaState(past, inner)
 
 
 def initial_history(situation: Situation) -> ScalingHistory:
@@ -98,7 +98,7 @@ def apply_hpa(
     behavior: Behavior, past: ScalingHistory, wanted: float, situation: Situation
 ) -> tuple[int, ScalingHistory]:
     """A number of replicas that is exported as a metric, with AverageValue 1, and its tolerance of 10 %."""
-    pool = EngineUnits(current=current_replicas(situation), ready={}, unready={})
+    pool = WeightedEngines(current=current_replicas(situation), ready={}, unready={})
     found = replicas_for_total_metric(math.ceil(wanted * 1000), 1000, pool, Tolerance(), for_all=False)
     return apply_hpa_behavior(behavior, past, found.replicas or 0.0, situation)
 
@@ -143,17 +143,17 @@ def clamp_to_bounds(replicas: float, situation: Situation) -> int:
     return min(max(math.ceil(replicas), spec.min_replicas), spec.max_replicas)
 
 
-def kpa(*, target: float = 100.0, utilization: float = 0.7, period_s: float = 2.0) -> StrategyBaseline:
+def kpa(*, target: float = 100.0, utilization: float = 0.7, period_s: float = 2.0) -> StrategyWithHpa:
     """``target``: requests in flight that one replica takes; ``utilization``: the share of it that is aimed at."""
-    return StrategyBaseline(ConcurrencyStrategy(ConcurrencyParameters(target, utilization)), None, period_s)
+    return StrategyWithHpa(ConcurrencyStrategy(ConcurrencyParameters(target, utilization)), None, period_s)
 
 
 def hpa(
     *, running: float, waiting: float | None = None, behavior: Behavior | None = None, period_s: float = 15.0
-) -> StrategyBaseline:
+) -> StrategyWithHpa:
     """``running`` and ``waiting``: requests that one replica should have; without ``waiting`` all count as one."""
     if waiting is None:
         metrics: tuple[MetricTarget, ...] = (MetricTarget("requests_in_flight", running),)
     else:
         metrics = (MetricTarget("requests_running", running), MetricTarget("requests_queued", waiting))
-    return StrategyBaseline(TargetStrategy(metrics, careful=False), behavior or Behavior(), period_s)
+    return StrategyWithHpa(TargetStrategy(metrics, careful=False), behavior or Behavior(), period_s)

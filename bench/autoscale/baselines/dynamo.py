@@ -25,7 +25,7 @@ from bench.autoscale.baselines.baseline import clamp_to_bounds, current_replicas
 from controller.api.autoscaling import LatencyObjective
 
 if TYPE_CHECKING:
-    from controller.autoscaler.decision.situation import EngineReport, Situation, Speed
+    from controller.autoscaler.decision.situation import EngineReport, ReplicaSpeed, Situation
 
 
 class MeanRequest(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class MeanRequest(msgspec.Struct, frozen=True):
     answer: float
 
 
-class DynamoMemory(msgspec.Struct, frozen=True):
+class DynamoState(msgspec.Struct, frozen=True):
     """``floor``: by throughput. ``floor_at_s``: when it was set. ``request``: as it was then or later."""
 
     floor: int
@@ -55,10 +55,10 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
     interval_s: float = 180.0
     period_s: float = 5.0
 
-    def desired_replicas(self, situation: Situation, memory: DynamoMemory | None) -> tuple[int, DynamoMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: DynamoState | None) -> tuple[int, DynamoState | None]:
         """The larger of the floor and the load's answer."""
         now_s, speed, current = situation.now_s, situation.targets[0].speed, current_replicas(situation)
-        before = memory if memory is not None else DynamoMemory(0, now_s)
+        before = memory if memory is not None else DynamoState(0, now_s)
         request = mean_request(situation, self.interval_s) or before.request
         if speed is None or request is None:
             return clamp_to_bounds(current, situation), before
@@ -69,9 +69,9 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
         reports = [one for one in ready_reports(situation) if one is not None]
         is_steady = len(reports) == current and current > 0
         wanted = self._by_load(situation, reports, speed, request) if is_steady else current
-        return clamp_to_bounds(max(wanted, floor), situation), DynamoMemory(floor, floor_at_s, request)
+        return clamp_to_bounds(max(wanted, floor), situation), DynamoState(floor, floor_at_s, request)
 
-    def engine_requests_per_s(self, speed: Speed, request: MeanRequest) -> float:
+    def engine_requests_per_s(self, speed: ReplicaSpeed, request: MeanRequest) -> float:
         """Requests a second that an engine carries with its steps within the objective; at least one at a time."""
         context = request.prompt + request.answer / 2
         tokens = (
@@ -83,7 +83,9 @@ class DynamoPlanner(msgspec.Struct, frozen=True):
         each_s = request.uncached / speed.prefill_tokens_per_s + request.answer * step_s / at_once
         return 1 / each_s if each_s > 0 else math.inf
 
-    def _by_load(self, situation: Situation, reports: list[EngineReport], speed: Speed, request: MeanRequest) -> int:
+    def _by_load(
+        self, situation: Situation, reports: list[EngineReport], speed: ReplicaSpeed, request: MeanRequest
+    ) -> int:
         count, held = len(reports), waiting_per_engine(situation)
         more = count / (count - 1) if count > 1 else math.inf
         own_s = request.uncached / speed.prefill_tokens_per_s

@@ -44,7 +44,7 @@ class RecommendationSample(msgspec.Struct, frozen=True):
     corrected: int
 
 
-class KthenaMemory(msgspec.Struct, frozen=True):
+class KthenaState(msgspec.Struct, frozen=True):
     """``samples``: of the longest window, by time. ``panic_until_s``: None before any panic."""
 
     samples: tuple[RecommendationSample, ...] = ()
@@ -70,9 +70,9 @@ class Kthena(msgspec.Struct, frozen=True):
     cost_expansion_rate_percent: int = 200
     period_s: float = 15.0
 
-    def desired_replicas(self, situation: Situation, memory: KthenaMemory | None) -> tuple[int, KthenaMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: KthenaState | None) -> tuple[int, KthenaState | None]:
         """The metric's recommendation, corrected."""
-        before, current, now_s = memory or KthenaMemory(), current_replicas(situation), situation.now_s
+        before, current, now_s = memory or KthenaState(), current_replicas(situation), situation.now_s
         recommended = self.recommended(situation)
         if recommended is None:
             return current, before
@@ -88,11 +88,11 @@ class Kthena(msgspec.Struct, frozen=True):
         corrected = clamp_to_bounds(corrected, situation)
         longest = 2 * max(self.stable_s, self.panic_period_s, self.up_window_s, self.down_window_s)
         kept = tuple(one for one in before.samples if one.at_s >= now_s - longest)
-        return corrected, KthenaMemory((*kept, RecommendationSample(now_s, recommended, corrected)), until_s)
+        return corrected, KthenaState((*kept, RecommendationSample(now_s, recommended, corrected)), until_s)
 
     def desired_replicas_by_kind(
-        self, situation: Situation, memory: KthenaMemory | None
-    ) -> tuple[Mapping[str, int], KthenaMemory | None]:
+        self, situation: Situation, memory: KthenaState | None
+    ) -> tuple[Mapping[str, int], KthenaState | None]:
         """The number for all kinds together, filled in batch by batch."""
         total, after = self.desired_replicas(merge_targets(situation), memory)
         variants = [variant_from_target(one) for one in situation.targets]
@@ -120,13 +120,13 @@ class Kthena(msgspec.Struct, frozen=True):
         return None if found is None else clamp_to_bounds(found, situation)
 
     def _in_panic(self, recommended: int, current: int, samples: Sequence[RecommendationSample], now_s: float) -> int:
-        past = smallest_corrected(samples, current, self.panic_period_s, now_s)
+        past = smallest_corrected_replicas(samples, current, self.panic_period_s, now_s)
         if past > 0:
             recommended = min(recommended, past + int(past * self.panic_percent / 100))
         return max(recommended, current)
 
     def _stable(self, recommended: int, current: int, samples: Sequence[RecommendationSample], now_s: float) -> int:
-        past = smallest_corrected(samples, current, self.stable_s, now_s)
+        past = smallest_corrected_replicas(samples, current, self.stable_s, now_s)
         if recommended < current:
             window = [
                 one.recommended for one in samples if self.down_window_s and one.at_s + self.down_window_s >= now_s
@@ -164,7 +164,9 @@ def recommended_instances(
     return current if turned else asked
 
 
-def smallest_corrected(samples: Sequence[RecommendationSample], current: int, period_s: float, now_s: float) -> int:
+def smallest_corrected_replicas(
+    samples: Sequence[RecommendationSample], current: int, period_s: float, now_s: float
+) -> int:
     """The smallest of ``current`` and the corrected numbers that were valid within the period.
 
     A number is valid until the next one; the last one for two periods.

@@ -19,8 +19,8 @@ import statistics
 import msgspec
 
 from bench.autoscale.baselines.baseline import (
-    HpaMemory,
-    StrategyBaseline,
+    HpaState,
+    StrategyWithHpa,
     apply_hpa,
     current_replicas,
     initial_history,
@@ -47,7 +47,7 @@ class KedaQueue(msgspec.Struct, frozen=True):
     up_window_s: int = 0
     period_s: float = 15.0
 
-    def desired_replicas(self, situation: Situation, memory: HpaMemory | None) -> tuple[int, HpaMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: HpaState | None) -> tuple[int, HpaState | None]:
         """The larger answer of both triggers."""
         doubling = (ScalingRule("Percent", 100, 15),)
         behavior = Behavior(ScalingRules(self.up_window_s, "Max", doubling), ScalingRules(300, "Max", doubling))
@@ -64,10 +64,10 @@ class KedaQueue(msgspec.Struct, frozen=True):
             careful=False,
         )
         seen = msgspec.structs.replace(situation, metrics=known)
-        return StrategyBaseline(strategy, behavior, self.period_s).desired_replicas(seen, memory)
+        return StrategyWithHpa(strategy, behavior, self.period_s).desired_replicas(seen, memory)
 
 
-class SloMemory(msgspec.Struct, frozen=True):
+class KedaSloState(msgspec.Struct, frozen=True):
     """``shares``: (when, share of the objective), of the smoothing window."""
 
     past: ScalingHistory
@@ -83,18 +83,18 @@ class KedaSlo(msgspec.Struct, frozen=True):
     smoothing_s: float = 45.0
     period_s: float = 15.0
 
-    def desired_replicas(self, situation: Situation, memory: SloMemory | None) -> tuple[int, SloMemory | None]:
+    def desired_replicas(self, situation: Situation, memory: KedaSloState | None) -> tuple[int, KedaSloState | None]:
         """The formula, and the HPA behind it."""
         now_s = situation.now_s
-        before = memory if memory is not None else SloMemory(initial_history(situation))
+        before = memory if memory is not None else KedaSloState(initial_history(situation))
         recent = tuple(one for one in before.shares if one[0] > now_s - self.smoothing_s)
         shares = (*recent, (now_s, min(self._share(situation), _CLAMP)))
         share = statistics.fmean(value for _, value in shares)
-        wanted = self.formula(share, current_replicas(situation), len(ready_reports(situation)))
+        wanted = self.replicas_for_latency_share(share, current_replicas(situation), len(ready_reports(situation)))
         desired, past = apply_hpa(SLO_BEHAVIOR, before.past, max(wanted, 0), situation)
-        return desired, SloMemory(past, shares)
+        return desired, KedaSloState(past, shares)
 
-    def formula(self, share: float, provisioned: int, ready: int) -> int:
+    def replicas_for_latency_share(self, share: float, provisioned: int, ready: int) -> int:
         """Replicas by the share of the objective that latencies have."""
         if share > self.up:
             credit = ready / provisioned if 0 < ready < provisioned else 1.0

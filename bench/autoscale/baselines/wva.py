@@ -62,7 +62,7 @@ class SaturationAnalysis(msgspec.Struct, frozen=True):
     scale_down_safe: bool
 
 
-def analyze_v1(loads: Sequence[tuple[float, float]], given: SpareCapacityParameters) -> SaturationAnalysis:
+def analyze_saturation(loads: Sequence[tuple[float, float]], given: SpareCapacityParameters) -> SaturationAnalysis:
     """The engines as in the original, each with its cache usage and its queue."""
     if not loads:
         return SaturationAnalysis(0, 0.0, 0.0, scale_up=False, scale_down_safe=False)
@@ -148,7 +148,7 @@ class WvaV1(msgspec.Struct, frozen=True):
     def analysis(self, situation: Situation) -> SaturationAnalysis:
         """Of the first target's ready engines."""
         held = waiting_per_engine(situation)
-        return analyze_v1([_load(one, held) for one in ready_reports(situation)], self.parameters)
+        return analyze_saturation([_load(one, held) for one in ready_reports(situation)], self.parameters)
 
 
 def wva_hpa_behavior(window_s: int) -> Behavior:
@@ -179,7 +179,7 @@ class V2State(msgspec.Struct, frozen=True):
     capacity: int = 0
 
 
-class EngineKind(msgspec.Struct, frozen=True):
+class VariantCapacity(msgspec.Struct, frozen=True):
     """One kind of engine. ``cost`` and ``capacity`` (tokens): of a replica. ``most``: its upper bound."""
 
     name: str
@@ -223,7 +223,7 @@ class WvaV2(msgspec.Struct, frozen=True):
             demand += load
             ready = min(len(ready_reports(view)), current_replicas(view))
             kinds.append(
-                EngineKind(
+                VariantCapacity(
                     target.name, target.spec.cost, capacity, current_replicas(view), ready, target.spec.max_replicas
                 )
             )
@@ -249,7 +249,7 @@ class WvaV2(msgspec.Struct, frozen=True):
             capacities.append(self.capacity_of(report, used, waiting, means, history))
         return demand, capacities
 
-    def optimised_replicas_by_kind(self, demand: float, kinds: Sequence[EngineKind]) -> Mapping[str, int]:
+    def optimised_replicas_by_kind(self, demand: float, kinds: Sequence[VariantCapacity]) -> Mapping[str, int]:
         """The optimiser, for several variants."""
         known = [one for one in kinds if one.capacity > 0]
         required = demand / self.parameters.scale_up_utilization - sum(one.current * one.capacity for one in known)

@@ -14,9 +14,9 @@ import re
 import shutil
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from bench.cluster.assets import ROOT
-from bench.cluster.control_plane import write_kubeconfig
-from bench.cluster.node.containers import ContainerLaunch, HandlerEnvironment
+from bench.cluster.kubernetes_binaries import ROOT
+from bench.cluster.local_control_plane import write_kubeconfig
+from bench.cluster.node.container_processes import ContainerLaunch, HandlerEnvironment
 from bench.cluster.node.pod_spec import (
     ReferencedSources,
     ReferenceMissing,
@@ -27,8 +27,8 @@ from bench.cluster.node.pod_spec import (
     pod_field,
     referenced_names,
 )
+from controller.kube.api_resources import CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS
 from controller.kube.cluster_access import ClusterAccess
-from controller.kube.resources import CONFIG_MAPS, SECRETS, SERVICE_ACCOUNTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from bench.cluster.node.pod_network import PodSandbox
     from bench.cluster.node.pod_spec import ContainerSpec
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object
 
 _KEPT: Final = {"hostPath", "persistentVolumeClaim"}
 # programs are found, and Python finds this repository, as in the process that runs the node
@@ -289,7 +289,7 @@ class PodFiles:
         self._write_volumes(pod, sources)
         self._known = sources
 
-    def container_environment(self, container: str) -> HandlerEnvironment:
+    def handler_environment(self, container: str) -> HandlerEnvironment:
         """Where the container's probes and hooks run."""
         variables = self._environments.get(container, {})
         places = self._places.get(container, {})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from controller.api.pod_spec_checks import parse_quantity
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 import msgspec
 
-from bench.cluster.node.containers import ContainerProcess, run_handler
+from bench.cluster.node.container_processes import ContainerProcess, run_handler
 from bench.cluster.node.pod_spec import ImageMissing, ReferenceMissing
 from bench.cluster.node.pod_state_machine import (
     DeletePod,
@@ -25,9 +25,9 @@ from bench.cluster.node.pod_state_machine import (
     StopContainer,
 )
 from bench.stack.orphan_reaper import ProcessGuard
+from controller.kube.api_resources import PODS
 from controller.kube.client import Client
 from controller.kube.errors import ClusterError, Conflict, NotFound
-from controller.kube.resources import PODS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from bench.cluster.node.pod_files import PodFiles
     from bench.cluster.node.pod_spec import PodSpec, ProbeKind
     from bench.cluster.node.pod_state_machine import Action
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class PodWorker:
         clock = asyncio.get_running_loop().time
         kill_at_s = clock() + grace_s
         if spec.pre_stop is not None and grace_s > 0:
-            where = self._files.container_environment(spec.name)
+            where = self._files.handler_environment(spec.name)
             ok, why = await run_handler(spec.pre_stop, spec, where, self._tools.http, grace_s)
             if not ok:
                 log.warning("preStop of %s/%s: %s", self.machine.spec.key, container, why)
@@ -217,7 +217,7 @@ class PodWorker:
         if state is None:
             return
         spec = self.machine.containers[container].spec
-        where = self._files.container_environment(container)
+        where = self._files.handler_environment(container)
         ok, why = await run_handler(state.spec.handler, spec, where, self._tools.http, state.spec.timeout_s)
         self.machine.on_probe_result(container, kind, ok=ok, message=why)
 

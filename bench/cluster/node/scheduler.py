@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.api import pod_spec_checks
+from controller.kube.api_resources import NODES, PODS
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.informer import Informer
-from controller.kube.resources import NODES, PODS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object
 
 log = logging.getLogger(__name__)
 _NAMES: Final = ("default-scheduler", None)
@@ -42,7 +42,7 @@ class NodeCapacity(msgspec.Struct, frozen=True):
     pods: int
 
 
-def requests_of(pod: Mapping[str, Any]) -> dict[str, float]:
+def pod_resource_requests(pod: Mapping[str, Any]) -> dict[str, float]:
     """What a pod takes of a node, itself included."""
     return {**pod_spec_checks.resource_requests(pod["spec"]), "pods": 1.0}
 
@@ -57,7 +57,7 @@ def node_capacities(nodes: Iterable[Object], pods: Iterable[Object]) -> list[Nod
             continue
         counts[node] += 1
         total = used.setdefault(node, {})
-        for name, amount in requests_of(pod).items():
+        for name, amount in pod_resource_requests(pod).items():
             total[name] = total.get(name, 0.0) + amount
     found: list[NodeCapacity] = []
     for node in nodes:
@@ -102,7 +102,7 @@ def _why_not(pod: Mapping[str, Any], node: NodeCapacity) -> str:
     for taint in node.taints:
         if taint.get("effect") != "PreferNoSchedule" and not any(_tolerates(one, taint) for one in tolerations):
             return "node(s) had untolerated taint(s)"
-    for name, amount in requests_of(pod).items():
+    for name, amount in pod_resource_requests(pod).items():
         if amount > node.free.get(name, 0.0):
             return "Too many pods" if name == "pods" else f"Insufficient {name}"
     return ""

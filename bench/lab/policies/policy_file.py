@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import xxhash
 
 from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, PolicySetup
-from extproc.errors import NoEndpoint
+from extproc.refusals import NoEndpoint
 from extproc.scheduling.picker import Pick, Picker
 
 if TYPE_CHECKING:

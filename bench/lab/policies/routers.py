@@ -123,7 +123,7 @@ def least_cost(view: View, cost: Floats, rng: random.Random, among: Bools | None
     return Pick(ordered[: view.choices], float(view.ttft_s()[ordered[0]]))
 
 
-def match_ratio(view: View) -> Floats:
+def prefix_match_ratio(view: View) -> Floats:
     """By row, the share of the prompt that the endpoint has in its cache, 0 to 1."""
     ratio: Floats = view.demand.cached_tokens / max(view.request.input_tokens, 1.0)
     return ratio
@@ -176,7 +176,7 @@ class AffinityWithTokenLoad:
         may = view.candidates()
         waiting = self._tracker.prefill_tokens
         load = waiting + view.request.input_tokens - view.demand.cached_tokens
-        sticky = may & (match_ratio(view) >= _AFFINITY)
+        sticky = may & (prefix_match_ratio(view) >= _AFFINITY)
         others = may & ~sticky
         if sticky.any() and others.any():
             penalty_s = (float(waiting[sticky].min()) - float(waiting[others].min())) / self._prefill_tokens_per_s
@@ -206,7 +206,7 @@ class KthenaPublished:
         most = float(base[among].max())
         score = np.trunc(100 * (most - base) / most) if most else np.full(base.size, 100.0)
         if self._prefix:
-            score = score + np.trunc(100 * (_prefix(view) if self._prefix == "seen" else match_ratio(view)))
+            score = score + np.trunc(100 * (_prefix(view) if self._prefix == "seen" else prefix_match_ratio(view)))
         return least_cost(view, -score, rng, among)
 
 
@@ -237,7 +237,7 @@ class SglangCacheAware:
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         may, load = view.candidates(), requests_in_flight(view)
         most, fewest = float(load[may].max()), float(load[may].min())
-        ratio = match_ratio(view)
+        ratio = prefix_match_ratio(view)
         if (most - fewest > _SGLANG_APART and most > _TIMES * fewest) or float(ratio[may].max()) <= _SGLANG_MATCH:
             return least_cost(view, load, rng)
         # the lower load between equal matches
@@ -256,7 +256,7 @@ class DynamoKvRouter:
         tracker = self._tracker
         request = tracker.observe(view)
         tokens = tracker.prefill_tokens + view.request.input_tokens - view.demand.cached_tokens
-        cost = np.maximum(tokens, 0.0) / self._block_size + tracker.blocks_with(request)
+        cost = np.maximum(tokens, 0.0) / self._block_size + tracker.distinct_block_counts_with(request)
         return least_cost(view, cost, rng)
 
 
@@ -350,7 +350,7 @@ class AibrixPrefixCache:
         may, load = view.candidates(), requests_in_flight(view)
         if float(load[may].max() - load[may].min()) > _AIBRIX_APART:
             return least_cost(view, load, rng)
-        matched = np.trunc(100 * match_ratio(view))
+        matched = np.trunc(100 * prefix_match_ratio(view))
         # the mean and deviation of all candidates, not only of those that match
         bearable = may & (load <= load[may].mean() + _DEVIATIONS * load[may].std()) & (matched > 0)
         if not bearable.any():
@@ -375,7 +375,7 @@ class RayPrefixAffinity:
 
     def pick(self, view: View, *, rng: random.Random) -> Pick:
         self._tree = np.pad(self._tree, (0, len(view.table.addresses) - self._tree.size))
-        may, load, ratio = view.candidates(), requests_in_flight(view), match_ratio(view)
+        may, load, ratio = view.candidates(), requests_in_flight(view), prefix_match_ratio(view)
         if float(load[may].max() - load[may].min()) > _RAY_APART:
             pick = PowerOfTwo().pick(view, rng=rng)
         elif float(ratio[may].max()) >= _RAY_MATCH:

@@ -20,7 +20,7 @@ import numpy as np
 from bench.engine.request import Request
 from bench.virtual.observers import REQUEST_KEY, RequestObserver
 from extproc.endpoints.learned_speeds import PromptCost
-from extproc.scheduling.picker import Demand, Picker
+from extproc.scheduling.picker import Picker, RequestDemand
 
 if TYPE_CHECKING:
     import random
@@ -65,7 +65,7 @@ class InFlightTracker:
             self._active += [Counter() for _ in range(more)]
         return self._requests[view.request.headers[REQUEST_KEY]]
 
-    def blocks_with(self, request: Request) -> Floats:
+    def distinct_block_counts_with(self, request: Request) -> Floats:
         """By row, the distinct blocks of running prompts if ``request`` ran there too."""
         own = request.text.hashes
         return np.array([len(active) + sum(1 for one in own if one not in active) for active in self._active], float)
@@ -154,7 +154,7 @@ class PrefixMemoryPolicy:
         self._remember_ended()
         cached = self._cached(view, request)
         uncached = np.maximum(view.request.input_tokens - cached, 0.0)
-        demand = Demand(cached, self._cost.prefill_work(uncached, cached))
+        demand = RequestDemand(cached, self._cost.prefill_work(uncached, cached))
         pick = self._picker.pick(msgspec.structs.replace(view, demand=demand), rng=rng)
         row = pick.rows[0]
         if self._rule.by == "sent":

@@ -42,7 +42,7 @@ class CacheEntry:
     def read_completion_marker(self) -> CompletionMarker | None:
         """None: the entry is not complete."""
         try:
-            return read_marker(self._marker.read_bytes())
+            return parse_completion_marker(self._marker.read_bytes())
         except FileNotFoundError:
             return None
 
@@ -250,7 +250,7 @@ def next_cache_step(found: EntryState) -> Step:
     return "fetch" if found.holds_lock else "follow"
 
 
-def read_marker(text: bytes) -> CompletionMarker | None:
+def parse_completion_marker(text: bytes) -> CompletionMarker | None:
     """None: it is no marker, such as one that a full disk cut short; the entry then counts as unfinished."""
     try:
         return msgspec.json.decode(text, type=CompletionMarker)

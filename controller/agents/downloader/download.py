@@ -45,8 +45,8 @@ from controller.agents.downloader.core.fetch_plan import (
     requested_revision,
     retry_delay_s,
 )
-from controller.agents.downloader.core.uri import ClaimLocation, FileLocation, HubLocation
-from controller.agents.downloader.fetch import EntryFetch, FetchSizes
+from controller.agents.downloader.core.uri import FileLocation, HubLocation, PvcLocation
+from controller.agents.downloader.fetch import EntryFetch, FetchSettings
 from controller.agents.downloader.local_files import check_local_files, link_to_cache, resolve_local_path, run_in_thread
 from controller.agents.downloader.sources.source import source_for
 from controller.agents.downloader.transfer import Timeouts, open_transfer
@@ -69,7 +69,7 @@ class CacheFillSettings(msgspec.Struct, frozen=True):
     together; None: nothing is ever evicted.
     """
 
-    sizes: FetchSizes = FetchSizes()
+    sizes: FetchSettings = FetchSettings()
     retry: RetryPolicy = RetryPolicy()
     limits: ArchiveLimits = ArchiveLimits()
     keep_free: int = 0
@@ -257,7 +257,7 @@ async def download(job: DownloadJob, environment: EnvironmentReader, tracker: Pr
 
 async def _download(job: DownloadJob, environment: EnvironmentReader, tracker: ProgressTracker) -> ReadyWeights:
     place = job.wanted.place
-    if isinstance(place, ClaimLocation | FileLocation):
+    if isinstance(place, PvcLocation | FileLocation):
         path = await run_in_thread(resolve_local_path, place, job.claims, job.files)
         await run_in_thread(check_local_files, job.wanted, path)
         return _linked(job, tracker, ReadyWeights(path, None))
@@ -266,7 +266,7 @@ async def _download(job: DownloadJob, environment: EnvironmentReader, tracker: P
     async with open_transfer(job.timeouts, job.rules.sizes.parallel + 1, job.ca_files) as transfer:
         source = source_for(place, transfer, environment)
         # the cache is shared: an answer got with credentials is none for a caller without them
-        question = cached_listing_key(job.wanted, environment.fingerprint())
+        question = cached_listing_key(job.wanted, environment.source_settings_digest())
         try:
             listing = await _resolved(job, source, tracker)
         except SourceUnavailable as error:

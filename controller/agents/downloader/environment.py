@@ -51,7 +51,7 @@ class EnvironmentReader:
                     raise UriInvalid(f"{name}_FILE cannot be read: {error}") from error
         return ""
 
-    def fingerprint(self) -> str:
+    def source_settings_digest(self) -> str:
         """A digest of all settings that identify us to sources or lead to them, and of the files that these name."""
         mine = {name: value for name, value in self._variables.items() if _WHO.fullmatch(name)}
         files = {name: _content(Path(path)) for name, path in mine.items() if _NAMES_FILE.search(name)}

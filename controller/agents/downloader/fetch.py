@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _MIB: Final = 1024**2
 
 
-class FetchSizes(msgspec.Struct, frozen=True):
+class FetchSettings(msgspec.Struct, frozen=True):
     """``parallel``: requests at once. ``part``: bytes of a request. ``block``: bytes held by one before they are
     written.
 
@@ -84,7 +84,7 @@ class EntryFetch:
         tracker: ProgressTracker,
         *,
         listing: FileListing,
-        sizes: FetchSizes,
+        sizes: FetchSettings,
         retry: RetryPolicy,
         check_space: Callable[[], None] = lambda: None,
     ) -> None:

@@ -18,7 +18,7 @@ from controller.agents.downloader.core.errors import (
     UriInvalid,
 )
 from controller.agents.downloader.core.fetch_plan import Checksum, safe_path
-from controller.agents.downloader.core.uri import ClaimLocation
+from controller.agents.downloader.core.uri import PvcLocation
 from controller.agents.downloader.environment import import_optional
 
 if TYPE_CHECKING:
@@ -174,14 +174,14 @@ async def run_in_thread(
         raise
 
 
-def resolve_local_path(place: ClaimLocation | FileLocation, claims: Path, files: Path) -> Path:
+def resolve_local_path(place: PvcLocation | FileLocation, claims: Path, files: Path) -> Path:
     """The directory or file, with links resolved.
 
     ``claims``: below which claims are mounted by name. ``files``: below which ``file://`` must be. Raises NotThere,
     AccessRefused, and ContentRefused if a link leads out of them.
     """
-    root = claims / place.claim if isinstance(place, ClaimLocation) else files
-    wanted = root / place.path if isinstance(place, ClaimLocation) else files.__class__(place.path)
+    root = claims / place.claim if isinstance(place, PvcLocation) else files
+    wanted = root / place.path if isinstance(place, PvcLocation) else files.__class__(place.path)
     try:
         found = wanted.resolve(strict=True)
         top = root.resolve(strict=True)

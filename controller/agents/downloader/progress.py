@@ -18,15 +18,15 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from controller.agents.downloader.cache import write_atomically
+from controller.kube.api_resources import PODS
 from controller.kube.errors import ClusterError, Forbidden, NotFound
-from controller.kube.resources import PODS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object
 
 _LOG: Final = logging.getLogger("attache.download")
 

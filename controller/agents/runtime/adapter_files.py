@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from controller.agents.runtime.declared_adapters import (
-    NameInvalid,
-    NotDeclared,
+    AdapterNameInvalid,
+    AdapterNotDeclared,
     adapter_link_name,
     allowed_local_path,
     check_name,
@@ -118,18 +118,20 @@ class AdapterFiles:
         self._is_repository = dialect.adapters == "repository"
 
     def resolve_path(self, name: str, source: str, declared: DeclaredAdapter | None) -> tuple[str, str]:
-        """The source, and the path of its files; raises NameInvalid or NotDeclared for what is not allowed.
+        """The source, and the path of its files; raises AdapterNameInvalid or AdapterNotDeclared if it is not allowed.
 
         ``source``: empty for that of ``declared``. Both are empty for a model that is in the repository already.
         """
         source = source or (declared.uri if declared is not None else "")
         check_name(name, is_directory=self._is_repository)
         if self._settings.policy.declared_only and (declared is None or source != declared.uri):
-            raise NotDeclared(f"{name} is not declared with this source, and others are not allowed (--declared-only)")
+            raise AdapterNotDeclared(
+                f"{name} is not declared with this source, and others are not allowed (--declared-only)"
+            )
         if not source:
             if self._is_repository:
                 return "", ""
-            raise NameInvalid(f"{name} is not declared: lora_path is missing")
+            raise AdapterNameInvalid(f"{name} is not declared: lora_path is missing")
         if not is_uri(source):
             return source, allowed_local_path(source, self._settings.policy)
         if declared is None or source != declared.uri:
@@ -146,7 +148,7 @@ class AdapterFiles:
             await self._downloads.fetch(source, link)
 
     def add_to_repository(self, name: str, path: str, declared: DeclaredAdapter | None) -> None:
-        """Where the engine has a repository, put a model there. Raises OSError or NameInvalid."""
+        """Where the engine has a repository, put a model there. Raises OSError or AdapterNameInvalid."""
         if self._is_repository and path:
             weights_format = "" if declared is None else declared.format
             add_model(self._settings.links, name, Path(path), dialect=self._dialect, weights_format=weights_format)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from controller.agents.runtime.adapter_files import DownloadFailed
-from controller.agents.runtime.declared_adapters import DeclaredAdapter, NameInvalid, NotDeclared
+from controller.agents.runtime.declared_adapters import AdapterNameInvalid, AdapterNotDeclared, DeclaredAdapter
 from controller.agents.runtime.engine_client import EngineFailed
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from controller.agents.runtime.adapter_files import AdapterFiles
     from controller.agents.runtime.declared_adapters import DeclaredAdaptersFile
     from controller.agents.runtime.engine_client import EngineClient
-    from controller.agents.runtime.metrics import Counters, EngineMetricsPage
+    from controller.agents.runtime.metrics import AgentCounters, EngineMetricsPage
     from controller.agents.runtime.settings import AdapterSettings
     from extproc.engines.dialects import Dialect
 
@@ -299,7 +299,7 @@ class AdapterLoader:
         engine: EngineClient,
         files: AdapterFiles,
         file: DeclaredAdaptersFile,
-        counters: Counters,
+        counters: AgentCounters,
         page: Callable[[], Awaitable[EngineMetricsPage | None]],
         clock: Callable[[], float],
     ) -> None:
@@ -366,7 +366,7 @@ class AdapterLoader:
             )
         try:
             return self._files.resolve_path(name, source, declared)
-        except NotDeclared as error:
+        except AdapterNotDeclared as error:
             raise LoadRefused(503, str(error), 1) from error
         except ValueError as error:
             raise LoadRefused(400, str(error)) from error
@@ -494,7 +494,7 @@ class AdapterLoader:
             raise LoadRefused(502, f"{name} could not be downloaded: {error}", 10) from error
         except EngineFailed as error:
             raise LoadRefused(503, f"the engine does not answer: {error}", 5) from error
-        except NameInvalid as error:
+        except AdapterNameInvalid as error:
             raise LoadRefused(400, str(error)) from error
         except OSError as error:
             raise LoadRefused(502, f"{name} could not be loaded: {error}", 5) from error

@@ -13,7 +13,7 @@ from controller.agents.runtime.adapter_loader import AdapterLoader, LoadRefused
 from controller.agents.runtime.declared_adapters import DeclaredAdaptersFile
 from controller.agents.runtime.drain import Drainer, EngineLoad
 from controller.agents.runtime.engine_watch import EngineWatch
-from controller.agents.runtime.metrics import AgentState, BatchCounters, Counters, render_agent_metrics
+from controller.agents.runtime.metrics import AgentCounters, AgentState, BatchCounters, render_agent_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ _PAGE_AGE_S: Final = 1.0
 log = logging.getLogger(__name__)
 
 
-class Agent:
+class EngineAgent:
     """``clock``: monotonic seconds; ``unix_clock``: that of engines' timestamps. ``follow_s``: seconds between two
     reads of adapters. ``batcher``: through which all requests of the engine come, once it runs.
     """
@@ -48,7 +48,7 @@ class Agent:
         dialect = settings.dialect
         self.batcher: Batcher | None = None
         self.batches = BatchCounters()
-        self._counters = Counters(batches=None if settings.batcher is None else self.batches)
+        self._counters = AgentCounters(batches=None if settings.batcher is None else self.batches)
         self._clock = clock
         self._follow_s = follow_s
         self.watch = EngineWatch(settings, engine, self._counters, clock=clock, unix_clock=unix_clock)
@@ -87,7 +87,7 @@ class Agent:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.watch.probe_forever())
-                tasks.create_task(self.watch.observe_forever())
+                tasks.create_task(self.watch.poll_metrics_forever())
                 tasks.create_task(self.drainer.run())
                 if self.settings.dialect.adapters:
                     tasks.create_task(self._follow_adapters())

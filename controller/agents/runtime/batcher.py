@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from multidict import CIMultiDictProxy
 
-    from controller.agents.runtime.batching.tensor_merge import BatchPart
+    from controller.agents.runtime.batching.tensor_merge import BatchableRequest
     from controller.agents.runtime.metrics import BatchCounters
     from controller.agents.runtime.settings import BatcherSettings
 
@@ -80,7 +80,7 @@ class _SharedAnswer(msgspec.Struct, frozen=True):
 class _HeldRequest:
     """A request that may be joined. ``answer``: None for one that is to be sent by itself."""
 
-    def __init__(self, part: BatchPart, headers: _Headers, at_s: float) -> None:
+    def __init__(self, part: BatchableRequest, headers: _Headers, at_s: float) -> None:
         self.part = part
         self.key = (part.form, headers)
         self.headers = headers

@@ -35,11 +35,11 @@ class DeclaredAdapter(msgspec.Struct, frozen=True):
     format: str = ""
 
 
-class NameInvalid(ValueError):
+class AdapterNameInvalid(ValueError):
     """The message has the correction for the caller."""
 
 
-class NotDeclared(ValueError):
+class AdapterNotDeclared(ValueError):
     """Not allowed now. The adapters' file may follow: a ConfigMap reaches pods later than it reaches other readers."""
 
 
@@ -54,14 +54,14 @@ class SourcePolicy(msgspec.Struct, frozen=True):
 
 
 def check_name(name: str, *, is_directory: bool = False) -> None:
-    """Raises NameInvalid. ``is_directory``: the name is that of a directory in a model repository."""
+    """Raises AdapterNameInvalid. ``is_directory``: the name is that of a directory in a model repository."""
     segments = name.split("/")
     accepted = (
         len(name) <= _LONGEST and all(map(_SEGMENT.fullmatch, segments)) and (len(segments) == 1 or not is_directory)
     )
     if not accepted:
         where = "" if is_directory else "; segments may be separated by '/'"
-        raise NameInvalid(f"{name[:80]!r} is no name of an adapter: letters, digits and ._:@+- only{where}")
+        raise AdapterNameInvalid(f"{name[:80]!r} is no name of an adapter: letters, digits and ._:@+- only{where}")
 
 
 def is_uri(source: str) -> bool:
@@ -70,28 +70,28 @@ def is_uri(source: str) -> bool:
 
 
 def check_uri(uri: str, policy: SourcePolicy) -> None:
-    """Raises NameInvalid for a URI that the downloader must not be given."""
+    """Raises AdapterNameInvalid for a URI that the downloader must not be given."""
     if len(uri) > _LONGEST_URI or not _URI.fullmatch(uri) or "/.." in uri:
-        raise NameInvalid(f"{uri[:80]!r} is no URI of an adapter")
+        raise AdapterNameInvalid(f"{uri[:80]!r} is no URI of an adapter")
     if policy.prefixes and not any(uri.startswith(prefix) for prefix in policy.prefixes):
-        raise NameInvalid(f"{uri[:80]!r} does not begin with one of {', '.join(policy.prefixes)}")
+        raise AdapterNameInvalid(f"{uri[:80]!r} does not begin with one of {', '.join(policy.prefixes)}")
 
 
 def allowed_local_path(source: str, policy: SourcePolicy) -> str:
-    """The path of a local source, symbolic links resolved; raises NameInvalid unless it lies below an allowed
+    """The path of a local source, symbolic links resolved; raises AdapterNameInvalid unless it lies below an allowed
     directory.
 
     The engine is given the resolved path, so that a link cannot be changed between the check and the loading.
     """
     path = Path(source.removeprefix("file://"))
     if not path.is_absolute() or "\0" in source:
-        raise NameInvalid(f"{source[:80]!r}: write an absolute path or a URI")
+        raise AdapterNameInvalid(f"{source[:80]!r}: write an absolute path or a URI")
     resolved = path.resolve()
     for directory in policy.directories:
         if resolved.is_relative_to(directory.resolve()) and resolved != directory.resolve():
             return str(resolved)
     allowed = ", ".join(map(str, policy.directories)) or "none is allowed"
-    raise NameInvalid(f"{source[:80]!r} is not below an allowed directory ({allowed})")
+    raise AdapterNameInvalid(f"{source[:80]!r} is not below an allowed directory ({allowed})")
 
 
 def adapter_link_name(name: str, uri: str) -> str:
@@ -128,7 +128,7 @@ def _declared(name: str, raw: msgspec.Raw, policy: SourcePolicy, *, is_directory
     elif one.uri:
         allowed_local_path(one.uri, policy)
     elif not is_directory:
-        raise NameInvalid("uri is missing")
+        raise AdapterNameInvalid("uri is missing")
     return one
 
 

@@ -24,7 +24,7 @@ from extproc.engines.engine_responses import (
     parse_repository_index,
 )
 from extproc.http_body import read_at_most
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

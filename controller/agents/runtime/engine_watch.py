@@ -19,7 +19,7 @@ from controller.agents.runtime.engine_client import (
     warm_up_prompts,
 )
 from controller.agents.runtime.health import (
-    Health,
+    EngineHealth,
     on_connection_refused,
     on_metrics_read,
     on_probe_failed,
@@ -32,15 +32,15 @@ from controller.agents.runtime.health import (
 from controller.agents.runtime.metrics import parse_engine_metrics
 from extproc.engines.engine_responses import parse_base_model
 from extproc.engines.prometheus_text import MetricsPageRefused
-from extproc.wire_protocol import READY_PATH
+from extproc.wire_names import READY_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from controller.agents.runtime.engine_client import EngineClient, ModelRequest
-    from controller.agents.runtime.metrics import Counters, EngineMetricsPage
+    from controller.agents.runtime.metrics import AgentCounters, EngineMetricsPage
     from controller.agents.runtime.settings import AgentSettings
-    from extproc.wire_protocol import Api
+    from extproc.wire_names import Api
 
 _METRICS_TIMEOUT_S: Final = 5.0
 
@@ -54,12 +54,12 @@ class EngineWatch:
         self,
         settings: AgentSettings,
         client: EngineClient,
-        counters: Counters,
+        counters: AgentCounters,
         *,
         clock: Callable[[], float],
         unix_clock: Callable[[], float],
     ) -> None:
-        self.health = Health()
+        self.health = EngineHealth()
         self._settings = settings
         self._client = client
         self._counters = counters
@@ -90,7 +90,7 @@ class EngineWatch:
             self._log_change()
             await asyncio.sleep(self._settings.probe_interval_s)
 
-    async def observe_forever(self) -> None:
+    async def poll_metrics_forever(self) -> None:
         """Reads metrics, by which an engine that computes nothing is found."""
         while True:
             page = await self.metrics_page()
@@ -176,7 +176,7 @@ class EngineWatch:
         why = ""
         for api in PROBES:
             request = build_model_request(
-                api, model=self._model, prompt="Hello", max_tokens=1, more=self._settings.extra_request_fields
+                api, model=self._model, prompt="Hello", max_tokens=1, more=self._settings.own_request_fields
             )
             try:
                 if await self._must_answer(request):
@@ -249,7 +249,7 @@ class EngineWatch:
                 model=self._model,
                 prompt=prompt,
                 max_tokens=warm_up.max_tokens,
-                more=self._settings.extra_request_fields,
+                more=self._settings.own_request_fields,
             )
             for prompt in warm_up_prompts(warm_up.rounds, warm_up.lengths, warm_up.prompts)
         ]

@@ -29,7 +29,7 @@ class HealthSettings(msgspec.Struct, frozen=True):
     stalled_after_s: float = 120.0
 
 
-class Health(msgspec.Struct, frozen=True):
+class EngineHealth(msgspec.Struct, frozen=True):
     """``phase``: ``starting`` until the model has answered a request, ``warming`` until the warm-up is over.
 
     ``asked_at_s``: when the probe under way was sent. ``consecutive_failures``: bad answers since the last good one.
@@ -45,35 +45,35 @@ class Health(msgspec.Struct, frozen=True):
     progressed_at_s: float | None = None
 
 
-def on_probe_sent(health: Health, now_s: float) -> Health:
+def on_probe_sent(health: EngineHealth, now_s: float) -> EngineHealth:
     """A probe was sent."""
     return replace(health, asked_at_s=now_s)
 
 
-def on_probe_ok(health: Health, now_s: float) -> Health:
+def on_probe_ok(health: EngineHealth, now_s: float) -> EngineHealth:
     """The answer to the probe was good; the first one, to a request for a token, ends ``starting``."""
     phase: Phase = "warming" if health.phase == "starting" else health.phase
     return replace(health, phase=phase, asked_at_s=None, failures=0, answered_at_s=now_s)
 
 
-def on_probe_failed(health: Health) -> Health:
+def on_probe_failed(health: EngineHealth) -> EngineHealth:
     """The answer was bad, or the connection broke."""
     return replace(health, asked_at_s=None, failures=health.failures + 1)
 
 
-def on_connection_refused(health: Health) -> Health:
+def on_connection_refused(health: EngineHealth) -> EngineHealth:
     """The port refused: the engine has not started, or restarts, and must answer a request again."""
-    return Health(failures=health.failures + 1)
+    return EngineHealth(failures=health.failures + 1)
 
 
-def on_warm_up_done(health: Health) -> Health:
+def on_warm_up_done(health: EngineHealth) -> EngineHealth:
     """The warm-up is over."""
     return replace(health, phase="serving") if health.phase == "warming" else health
 
 
 def on_metrics_read(
-    health: Health, *, running: float | None, progress: tuple[float | None, ...], now_s: float
-) -> Health:
+    health: EngineHealth, *, running: float | None, progress: tuple[float | None, ...], now_s: float
+) -> EngineHealth:
     """A metrics page was read. An engine whose counters stand still while requests run does not progress.
 
     Waiting requests alone prove nothing: in a decode engine they may wait for another engine. Unknown is no standstill:
@@ -85,19 +85,19 @@ def on_metrics_read(
     return replace(health, progress=progress, progressed_at_s=now_s)
 
 
-def consecutive_failures(health: Health, settings: HealthSettings, now_s: float) -> int:
+def consecutive_failures(health: EngineHealth, settings: HealthSettings, now_s: float) -> int:
     """Failures in a row, those of a probe that has no answer yet included."""
     if health.asked_at_s is None:
         return health.failures
     return health.failures + int((now_s - health.asked_at_s) / settings.probe_timeout_s)
 
 
-def is_stalled(health: Health, settings: HealthSettings, now_s: float) -> bool:
+def is_stalled(health: EngineHealth, settings: HealthSettings, now_s: float) -> bool:
     """Whether requests run, and nothing has been computed for long."""
     return health.progressed_at_s is not None and now_s - health.progressed_at_s >= settings.stalled_after_s
 
 
-def why_not_ready(health: Health, settings: HealthSettings, *, is_draining: bool, now_s: float) -> str:
+def why_not_ready(health: EngineHealth, settings: HealthSettings, *, is_draining: bool, now_s: float) -> str:
     """Why the engine should get no requests; empty if it should."""
     if is_draining:
         return DRAINING
@@ -113,7 +113,7 @@ def why_not_ready(health: Health, settings: HealthSettings, *, is_draining: bool
     return ""
 
 
-def why_not_alive(health: Health, settings: HealthSettings, now_s: float) -> str:
+def why_not_alive(health: EngineHealth, settings: HealthSettings, now_s: float) -> str:
     """Why the engine should be restarted; empty if it should not.
 
     An engine that has never answered may be loading: the startup probe limits how long that may take.

@@ -25,7 +25,7 @@ _WHY_UNLOADED: Final = ("evicted", "asked", "removed", "replaced", "idle")
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Buckets:
+class HistogramBuckets:
     """Observations counted by upper bound."""
 
     def __init__(self, *bounds: float) -> None:
@@ -53,8 +53,10 @@ class BatchCounters:
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("joined", "alone", "passed", "refused"), 0))
     failed_batches: int = 0
-    rows: Buckets = field(default_factory=lambda: Buckets(1, 2, 4, 8, 16, 32, 64, 128, 256))
-    delays: Buckets = field(default_factory=lambda: Buckets(0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25))
+    rows: HistogramBuckets = field(default_factory=lambda: HistogramBuckets(1, 2, 4, 8, 16, 32, 64, 128, 256))
+    delays: HistogramBuckets = field(
+        default_factory=lambda: HistogramBuckets(0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+    )
 
     def on_batch(self, rows: int, delays_s: Iterable[float]) -> None:
         """One leaves."""
@@ -64,7 +66,7 @@ class BatchCounters:
 
 
 @dataclass
-class Counters:
+class AgentCounters:
     """``loads``: by result. ``unloads``: by reason. Times are sums in seconds. ``batches``: of an agent that joins
     requests.
     """
@@ -208,7 +210,7 @@ class AgentState(msgspec.Struct, frozen=True):
     limit: int
 
 
-def render_agent_metrics(page: EngineMetricsPage | None, state: AgentState, counters: Counters) -> str:
+def render_agent_metrics(page: EngineMetricsPage | None, state: AgentState, counters: AgentCounters) -> str:
     """Prometheus' text format. Without the engine's page its metrics are missing, and ``..._metrics_up`` is 0."""
     lines: list[str] = []
     if page is not None:
@@ -242,7 +244,7 @@ def _has_buckets(histograms: Mapping[str, Histogram]) -> bool:
     return all(one.buckets for one in histograms.values())
 
 
-def _own_lines(state: AgentState, counters: Counters, *, has_page: bool) -> Iterator[str]:
+def _own_lines(state: AgentState, counters: AgentCounters, *, has_page: bool) -> Iterator[str]:
     gauges = (
         ("ready", "Whether the engine should get requests.", state.is_ready),
         ("alive", "Whether the engine need not be started again.", state.is_alive),

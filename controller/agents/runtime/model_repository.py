@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.agents.runtime.declared_adapters import NameInvalid
+from controller.agents.runtime.declared_adapters import AdapterNameInvalid
 
 if TYPE_CHECKING:
     from extproc.engines.dialects import Dialect
@@ -32,7 +32,7 @@ _MOST_BYTES: Final = 1024 * 1024
 def add_model(repository: Path, name: str, files: Path, *, dialect: Dialect, weights_format: str) -> None:
     """Make the directory of ``name``; what the server has under that name already stays if it was not made here.
 
-    ``files``: a directory, or a single file. Raises OSError, and NameInvalid with what to correct.
+    ``files``: a directory, or a single file. Raises OSError, and AdapterNameInvalid with what to correct.
     """
     place = repository / name
     if _is_foreign(place) or files == place:
@@ -66,12 +66,12 @@ def remove_model(repository: Path, name: str) -> None:
 def mlserver_model_settings(
     name: str, files: Path, own: dict[str, Any], weights_format: str, dialect: Dialect
 ) -> dict[str, Any]:
-    """MLServer's settings of a model. ``own``: the artefact's. Raises NameInvalid if nothing says how to load it."""
+    """MLServer's settings of a model. ``own``: the artefact's. Raises AdapterNameInvalid if none can load it."""
     implementation = own.get("implementation") or dialect.implementations.get(weights_format)
     if not implementation:
         known = ", ".join(sorted(dialect.implementations))
         what = f"format '{weights_format}' is unknown" if weights_format else "its format is missing"
-        raise NameInvalid(f"{name}: {what}; write one of {known}, or add a {_SETTINGS} to the artefact")
+        raise AdapterNameInvalid(f"{name}: {what}; write one of {known}, or add a {_SETTINGS} to the artefact")
     parameters = own.get("parameters")
     parameters = dict(parameters) if isinstance(parameters, dict) else {}
     return {
@@ -92,7 +92,7 @@ def _uri(files: Path, parameters: dict[str, Any]) -> str:
 
 
 def _own_settings(files: Path) -> dict[str, Any]:
-    """Of the artefact; empty without any. Raises NameInvalid for some that cannot be read."""
+    """Of the artefact; empty without any. Raises AdapterNameInvalid for some that cannot be read."""
     file = files / _SETTINGS
     if not files.is_dir() or not file.is_file():
         return {}
@@ -100,7 +100,7 @@ def _own_settings(files: Path) -> dict[str, Any]:
         try:
             return msgspec.json.decode(content.read(_MOST_BYTES), type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
-            raise NameInvalid(f"{_SETTINGS} of the artefact cannot be read: {error}") from error
+            raise AdapterNameInvalid(f"{_SETTINGS} of the artefact cannot be read: {error}") from error
 
 
 def _link_files(place: Path, files: Path) -> None:

@@ -18,7 +18,7 @@ from extproc.page_server import PageServer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from controller.agents.runtime.agent import Agent
+    from controller.agents.runtime.agent import EngineAgent
 
 _MOST_BYTES: Final = 64 * 1024
 # A drain is the longest call; its caller disconnects when the pod's grace period ends.
@@ -58,7 +58,7 @@ class _Listed(msgspec.Struct, frozen=True):
 class AgentServer:
     """Handlers of the agent's paths."""
 
-    def __init__(self, agent: Agent, clock: Callable[[], float]) -> None:
+    def __init__(self, agent: EngineAgent, clock: Callable[[], float]) -> None:
         self._agent = agent
         self._clock = clock
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class WarmUp(msgspec.Struct, frozen=True):
+class WarmUpSettings(msgspec.Struct, frozen=True):
     """``rounds`` times all prompts, one after the other; ends after ``timeout_s`` whatever is left."""
 
     rounds: int = 0
@@ -72,7 +72,7 @@ class AgentSettings(msgspec.Struct, frozen=True):
     metrics_url: str
     health: HealthSettings = HealthSettings()
     drain: DrainSettings = DrainSettings()
-    warm_up: WarmUp = WarmUp()
+    warm_up: WarmUpSettings = WarmUpSettings()
     adapters: AdapterSettings = AdapterSettings()
     model: str = ""
     probe: ModelRequest | None = None
@@ -86,7 +86,7 @@ class AgentSettings(msgspec.Struct, frozen=True):
     batcher: BatcherSettings | None = None
 
     @property
-    def extra_request_fields(self) -> Mapping[str, str | int]:
+    def own_request_fields(self) -> Mapping[str, str | int]:
         """Further fields of the agent's own requests: no other engine takes part in them."""
         return self.dialect.unpaired if self.is_disaggregated else {}
 
@@ -114,7 +114,7 @@ def parse_settings(options: argparse.Namespace) -> AgentSettings:
             stalled_after_s=options.stalled_after,
         ),
         drain=DrainSettings(settle_s=options.settle, timeout_s=options.drain_timeout),
-        warm_up=WarmUp(
+        warm_up=WarmUpSettings(
             rounds=options.warm_up, lengths=options.warm_up_tokens, prompts=prompts, timeout_s=options.warm_up_timeout
         ),
         adapters=AdapterSettings(

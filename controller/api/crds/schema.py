@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 from msgspec import inspect
 
-from controller.api.common import LayeredSpec
 from controller.api.crds import field_docs
+from controller.api.shared_types import LayeredSpec
 from extproc.api.error_hints import NO_DURATION
 from extproc.api.quantities import ByteSize, Duration, Money
 

@@ -50,7 +50,7 @@ from cronsim import CronSim, CronSimError
 
 from controller.api.autoscaling import ScalingRule
 from controller.autoscaler.decision.decision import AppliedRule
-from extproc.api.calendars import parse_time_zone
+from extproc.api.calendar_windows import parse_time_zone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -228,7 +228,7 @@ def next_panic_state(
     return state
 
 
-def add_panic_answer(state: PanicState, desired: float) -> PanicState:
+def add_panic_recommendation(state: PanicState, desired: float) -> PanicState:
     """The state with an answer counted in; ``most`` of it is the answer to give."""
     return PanicState(state.last_at_s, max(state.most, desired))
 
@@ -248,7 +248,7 @@ def update_panic(
         hold_s=float(panic.hold),
         now_s=now_s,
     )
-    return None if state is None else add_panic_answer(state, recommended)
+    return None if state is None else add_panic_recommendation(state, recommended)
 
 
 class ReplicaBounds(msgspec.Struct, frozen=True):

@@ -16,16 +16,16 @@ import msgspec
 from controller.autoscaler.decision.allocation.allocate import allocate_stages, allocation_rules, enforce_ratios
 from controller.autoscaler.decision.allocation.variants import variant_from_target
 from controller.autoscaler.decision.behavior import ReplicaBounds, scheduled_bounds
-from controller.autoscaler.decision.decide_stage import (
+from controller.autoscaler.decision.decision import AppliedRule, Decision, Strategy, TargetDecision
+from controller.autoscaler.decision.saved_state import BindingMemory, CachedAllocation, StageMemory
+from controller.autoscaler.decision.situation import EngineState, Situation, TargetSituation
+from controller.autoscaler.decision.stage_replica_need import (
     StageReplicaNeed,
     decide_stage,
     prepare_stage,
     stage_decision,
     why_stage_keeps_replica,
 )
-from controller.autoscaler.decision.decision import AppliedRule, Decision, Strategy, TargetDecision
-from controller.autoscaler.decision.saved_state import BindingMemory, CachedAllocation, StageMemory
-from controller.autoscaler.decision.situation import EngineState, Situation, TargetSituation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

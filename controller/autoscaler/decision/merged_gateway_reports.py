@@ -59,7 +59,8 @@ class _Server(msgspec.Struct):
 
 
 class SignalAggregator:
-    """Call ``follow`` and ``set_gateways`` when these change, ``ingest`` with each message, and ``tick`` once a second.
+    """Call ``follow`` and ``set_gateways`` when these change, ``ingest`` with each message, and
+    ``record_traffic_points`` once a second.
 
     A gateway outside of the ``trusted`` namespaces may report only ModelServers of its own namespace.
     """
@@ -130,7 +131,7 @@ class SignalAggregator:
         if more is not None and is_new:
             _count(server, more, since_s=before_s, now=now)
 
-    def tick(self, now: float) -> None:
+    def record_traffic_points(self, now: float) -> None:
         """Record the sums, at most once a second.
 
         After the clock was set back, earlier records are dropped: their times are no longer comparable.

@@ -16,8 +16,8 @@ from controller.api.autoscaling_policy import STRATEGIES
 from controller.autoscaler.decision.allocation.target_backoff import TargetBackoff
 from controller.autoscaler.decision.allocation.variants import Allocation, AllocationRules, Variant
 from controller.autoscaler.decision.behavior import PanicState, ReplicaBounds, ScalingHistory
-from controller.autoscaler.decision.situation import Speed
-from controller.autoscaler.decision.speeds import MOST_STARTS, StartDurations
+from controller.autoscaler.decision.replica_speeds import MOST_STARTS, StartDurations
+from controller.autoscaler.decision.situation import ReplicaSpeed
 
 if TYPE_CHECKING:
     from controller.api.strategies import LearnedState
@@ -45,7 +45,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     past: ScalingHistory = ScalingHistory()
     panic: PanicState | None = None
     current: float | None = None
-    speeds: Mapping[str, Speed] = {}
+    speeds: Mapping[str, ReplicaSpeed] = {}
     starts: Mapping[str, StartDurations] = {}
     blockages: Mapping[str, TargetBackoff] = {}
     arrivals: float = 0.0
@@ -79,7 +79,7 @@ class BindingMemory(msgspec.Struct, frozen=True):
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
     """The part that is slow to learn, and so is kept over a restart."""
 
-    speeds: Mapping[str, Speed] = {}
+    speeds: Mapping[str, ReplicaSpeed] = {}
     starts: Mapping[str, StartDurations] = {}
     strategies: Mapping[str, msgspec.Raw] = {}
 
@@ -141,7 +141,7 @@ def _restored(stored: _Stored, now_s: float) -> dict[str, object]:
     return found
 
 
-def _is_speed(speed: Speed) -> bool:
+def _is_speed(speed: ReplicaSpeed) -> bool:
     values = (speed.prefill_tokens_per_s, speed.step_s, speed.step_s_per_token, speed.kv_tokens)
     return 0 <= speed.followed_s <= _MOST and all(one is None or _LEAST <= one <= _MOST for one in values)
 

@@ -53,7 +53,7 @@ class Engine(msgspec.Struct, frozen=True, gc=False):
     report: EngineReport | None = None
 
 
-class Speed(msgspec.Struct, frozen=True, gc=False):
+class ReplicaSpeed(msgspec.Struct, frozen=True, gc=False):
     """The speed of one replica. ``prefill_tokens_per_s``: of prefill work. ``step_s`` and ``step_s_per_token``: of a
     decode step with no tokens in flight, and for each of them. ``kv_tokens``: that its cache holds; None if unknown.
     ``is_measured``: learned from answers; otherwise declared, or a guess. ``is_step_known``: the step is no guess.
@@ -81,7 +81,7 @@ class TargetSituation(msgspec.Struct, frozen=True, dict=True):
     spec: ScaleTarget
     current: int | None
     engines: tuple[Engine, ...] = ()
-    speed: Speed | None = None
+    speed: ReplicaSpeed | None = None
     capacity: float = 1.0
     start_s: float = 60.0
     blocked: str = ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube.resources import MODEL_INFERS, Object, key_of
+from controller.kube.api_resources import MODEL_INFERS, Object, key_of
 from controller.models.model_infer.names import role_scale_name
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import msgspec
 from aiohttp import web
 
 from controller.autoscaler.export.desired_replicas import METRICS, ExportedTarget, ExportedTargets
+from controller.kube.api_resources import CONFIG_MAPS, parse_selector
 from controller.kube.authorizer import RequestAuthorizer, ResourceAccess, User
 from controller.kube.errors import ClusterError, NotFound
-from controller.kube.resources import CONFIG_MAPS, parse_selector
 from controller.webhooks.server import ServerTls
 from extproc.api.addresses import parse_address
 from extproc.page_server import PageServer

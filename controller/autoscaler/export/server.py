@@ -17,8 +17,8 @@ from controller.autoscaler.export.desired_replicas import (
 from controller.autoscaler.export.external_metrics import ExternalMetricsServer
 from controller.autoscaler.export.keda import KedaScaler, TlsFiles, server_credentials
 from controller.autoscaler.export.keda_access import MOST_STREAMS, ReadPermissions
+from controller.kube.api_resources import AUTOSCALING_POLICY_BINDINGS, Object, identity_of
 from controller.kube.informer import Informer, InformerTiming, Selection
-from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, Object, identity_of
 
 if TYPE_CHECKING:
     from controller.kube.authorizer import RequestAuthorizer

@@ -12,22 +12,22 @@ import msgspec
 
 from controller.autoscaler.decision.allocation.accelerator_capacity import (
     AcceleratorClaim,
-    AcceleratorShare,
     Kinds,
     NodeAccelerators,
+    TargetAcceleratorClaim,
     capacity_after_claims,
     headroom_in_replicas,
 )
+from controller.kube.api_resources import NODES, PODS
 from controller.kube.pods import POD_VIEW
-from controller.kube.resources import NODES, PODS
 from controller.models.node_capacity import node_capacities, trimmed_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from controller.autoscaler.reconciler.bindings import BindingView
-    from controller.autoscaler.reconciler.resolver import ResolvedTarget
     from controller.autoscaler.reconciler.result import TargetAction
+    from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
     from controller.kube.informer import Informer
     from controller.kube.pods import PodView
     from controller.kube.shared_informers import SharedInformers
@@ -194,7 +194,7 @@ class AcceleratorTracker:
 
     def _share(
         self, target: ResolvedTarget, replicas: int = 0, lacks: int = 0, *, is_new: bool = True
-    ) -> AcceleratorShare | None:
+    ) -> TargetAcceleratorClaim | None:
         """None if it uses no known accelerators. ``is_new``: replicas without pods may soon have them."""
         spec, found = target.spec, target.found
         if spec.accelerator is None or spec.accelerators < 1 or found is None or target.kind is None:
@@ -205,7 +205,7 @@ class AcceleratorTracker:
                 units.setdefault(target.kind.unit_of(pod), []).append(pod.key in self._placed)
         placed = sum(all(one) for one in units.values())
         without_pods = max(0, max(found.replicas, replicas) - len(units))
-        return AcceleratorShare(
+        return TargetAcceleratorClaim(
             kind=spec.accelerator,
             accelerators=spec.accelerators,
             pods=max((len(one) for one in units.values()), default=1),
@@ -215,7 +215,10 @@ class AcceleratorTracker:
 
 
 def _capacity(
-    names: Sequence[str], shares: Mapping[str, AcceleratorShare], nodes: NodeAccelerators, left: Callable[[Kinds], int]
+    names: Sequence[str],
+    shares: Mapping[str, TargetAcceleratorClaim],
+    nodes: NodeAccelerators,
+    left: Callable[[Kinds], int],
 ) -> AcceleratorHeadroom:
     """``names``: of the targets that are limited. ``shares``: of all, by target. ``left``: of some kinds together."""
     open_ = {share.kind for name, share in shares.items() if name not in names}
@@ -255,7 +258,7 @@ def is_limited(target: ResolvedTarget, resolved: Sequence[ResolvedTarget], view:
 def _is_possible(
     one: ResolvedTarget,
     resolved: Sequence[ResolvedTarget],
-    shares: Mapping[str, AcceleratorShare],
+    shares: Mapping[str, TargetAcceleratorClaim],
     nodes: NodeAccelerators,
 ) -> bool:
     """Whether some target of the stage would find a node, or may."""

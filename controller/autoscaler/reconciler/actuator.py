@@ -15,12 +15,12 @@ import msgspec
 
 from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S, drain_recheck_at
 from controller.audit import caused_by
-from controller.autoscaler.reconciler.resolver import server_keys
 from controller.autoscaler.reconciler.result import ReconciliationResult, ScaleEvent
 from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO
+from controller.autoscaler.reconciler.target_resolver import server_keys
+from controller.kube.api_resources import PODS, split_key, timestamp_of
 from controller.kube.errors import ApiError, ClusterError, Conflict, NotFound, TooManyRequests
-from controller.kube.plan import Annotate
-from controller.kube.resources import PODS, split_key, timestamp_of
+from controller.kube.reconcile_plan import Annotate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import EngineReport
     from controller.autoscaler.reconciler.bindings import BindingView, ScalableRef, TargetClaim
     from controller.autoscaler.reconciler.demand import DemandSource
-    from controller.autoscaler.reconciler.informers import Informers
+    from controller.autoscaler.reconciler.informers import ScalingInformers
     from controller.autoscaler.reconciler.result import TargetAction
     from controller.autoscaler.reconciler.scalables import Scalable
+    from controller.kube.api_resources import Object
     from controller.kube.client import Client
     from controller.kube.pods import PodView
-    from controller.kube.resources import Object
 
 log = logging.getLogger(__name__)
 SOON_S: Final = 0.2
@@ -174,7 +174,7 @@ class Actuator:
         self,
         client: Client,
         demand: DemandSource,
-        informers: Informers,
+        informers: ScalingInformers,
         counted: Callable[[str, str], None],
     ) -> None:
         self._client = client

@@ -17,8 +17,8 @@ from controller.autoscaler.decision.traffic import Traffic
 from controller.autoscaler.reconciler.accelerators import AcceleratorReservation
 from controller.autoscaler.reconciler.bindings import BindingView, ManualOverride, is_changed_by_others, manual_override
 from controller.autoscaler.reconciler.decision_records import DecisionLog
-from controller.autoscaler.reconciler.resolver import ResolvedTarget, ResolvedTargets
 from controller.autoscaler.reconciler.result import ReconciliationResult, ScaleEvent
+from controller.autoscaler.reconciler.target_resolver import ResolvedTarget, ResolvedTargets
 from controller.kube.errors import Backoff, ClusterError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class BackoffRetry:
         return True
 
 
-class AnnotationSchedule:
+class AnnotationWriteSchedule:
     """When to write what was learned of a binding's targets into its annotation, for the next leader: a minute after
     the last time, then two, four, and so on up to an hour.
 
@@ -130,7 +130,7 @@ class BindingState(msgspec.Struct, kw_only=True):
     status_retry: BackoffRetry
     learned_retry: BackoffRetry
     conflicts: Backoff
-    learned: AnnotationSchedule
+    learned: AnnotationWriteSchedule
     log: DecisionLog = msgspec.field(default_factory=DecisionLog)
     memory: Any = None
     first_decided_s: float | None = None
@@ -191,7 +191,7 @@ def new_binding_state(uid: str, rng: Random, *, conflict_s: tuple[float, float])
         status_retry=BackoffRetry("the status", rng),
         learned_retry=BackoffRetry("what was learned", rng),
         conflicts=Backoff(*conflict_s, rng),
-        learned=AnnotationSchedule(rng),
+        learned=AnnotationWriteSchedule(rng),
     )
 
 

@@ -11,7 +11,7 @@ from controller.api.autoscaling import schedule_mistakes
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding
 from controller.api.autoscaling_policy import AutoscalingPolicy
 from controller.autoscaler.reconciler.scalables import LEARNED
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     MODEL_INFER_ROLES,

@@ -13,15 +13,15 @@ from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.saved_state import decode_memory, encode_memory
 from controller.autoscaler.reconciler.actuator import Actuator
 from controller.autoscaler.reconciler.demand import GatewayDemandSource
-from controller.autoscaler.reconciler.informers import Informers
+from controller.autoscaler.reconciler.informers import ScalingInformers
 from controller.autoscaler.reconciler.metric_sources import MetricSources, SourceSettings
 from controller.autoscaler.reconciler.reconcile import Decider, Reconciler, ReconcilerDependencies, binding_work_key
-from controller.autoscaler.reconciler.resolver import Resolver
 from controller.autoscaler.reconciler.scalables import SCALER
+from controller.autoscaler.reconciler.target_resolver import TargetResolver
+from controller.kube.api_resources import AUTOSCALING_POLICIES, AUTOSCALING_POLICY_BINDINGS, PODS
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s, wall_clock_s
 from controller.kube.informer import Selection
 from controller.kube.pods import trimmed_pod
-from controller.kube.resources import AUTOSCALING_POLICIES, AUTOSCALING_POLICY_BINDINGS, PODS
 from controller.kube.work_queue import QueueTiming
 from controller.models.kind_reconciler import WorkKey
 from extproc.api.status_pages import LOADS_LABEL
@@ -87,7 +87,7 @@ class ScalingController:
             shared=shared,
         )
         cache = self._controller.cache
-        self._informers = Informers(client, cache, self._changed)
+        self._informers = ScalingInformers(client, cache, self._changed)
         self._servers: dict[str, frozenset[str]] = {}
         self._users: dict[str, set[str]] = defaultdict(set)
         self._sources = MetricSources(client, settings.sources, clock, self._informers.port_of_server)
@@ -96,7 +96,7 @@ class ScalingController:
                 client=scaler,
                 controller=self._controller,
                 informers=self._informers,
-                resolver=Resolver(self._informers),
+                resolver=TargetResolver(self._informers),
                 demand=demand,
                 sources=self._sources,
                 decider=decider,

@@ -14,7 +14,7 @@ from controller.autoscaler.decision.merged_gateway_reports import SignalAggregat
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Freshness
 from controller.autoscaler.decision.traffic import Traffic
 from controller.kube.gateway_reports import DemandFeed
-from extproc.api.status_pages import EngineDemand, ServerDemand, next_notify_count
+from extproc.api.status_pages import EngineDemand, ServerDemand, next_notify_threshold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,7 +61,7 @@ class DemandView(msgspec.Struct, frozen=True):
     reports: Mapping[str, EngineReport] = {}
     learned: Mapping[str, EngineDemand] = {}
 
-    def with_cut_off(self, for_s: float | None) -> DemandView:
+    def with_api_unreachable(self, for_s: float | None) -> DemandView:
         """The same with ``cut_off_s`` set: for how many seconds the API server has not been reachable; None: it is."""
         if for_s is None:
             return self
@@ -119,11 +119,11 @@ class GatewayDemandSource:
             tasks.create_task(self._feed.run(), name="demand of gateways")
             while True:
                 now_s = self._clock()
-                present = self._feed.addresses().keys()
+                present = self._feed.gateway_addresses().keys()
                 self._signals.set_gateways(present, now_s)
                 self._last_reports = {slot: demand for slot, demand in self._last_reports.items() if slot[0] in present}
                 self._follow(now_s)
-                self._signals.tick(now_s)
+                self._signals.record_traffic_points(now_s)
                 await asyncio.sleep(_TICK_S)
 
     def set_servers(self, servers: Collection[str]) -> None:
@@ -180,7 +180,7 @@ def _jump(before: tuple[int, int], server: ServerDemand) -> tuple[bool, tuple[in
     at_zero, unfinished = server.at_zero, server.queued + sum(one.in_flight for one in server.engines.values())
     if (at_zero, unfinished) == (0, 0):
         return False, (0, 0)
-    is_more = unfinished >= next_notify_count(before[1])
+    is_more = unfinished >= next_notify_threshold(before[1])
     return at_zero > before[0] or is_more, (at_zero, unfinished if is_more else min(unfinished, before[1]))
 
 

@@ -20,18 +20,18 @@ from controller.autoscaler.reconciler.bindings import (
 )
 from controller.autoscaler.reconciler.polled_targets import PolledTargets
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable, ScalableKind, find_scalable_kind, parse_scalable
-from controller.kube.informer import Selection, view_transform
-from controller.kube.pods import POD_VIEW
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     MODEL_SERVERS,
     PODS,
+    ApiResource,
     Object,
-    Resource,
     identity_of,
     key_of,
 )
+from controller.kube.informer import Selection, view_transform
+from controller.kube.pods import POD_VIEW
 from controller.models.kind_reconciler import WorkKey
 from extproc.api.spec import namespace_of
 
@@ -48,8 +48,8 @@ _Bucket = tuple[str, str, str]
 _Query = tuple[str, tuple[tuple[str, str], ...]]
 # a watch is a connection and a task
 _MOST: Final = 16
-_HPAS: Final = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
-_SCALED_OBJECTS: Final = Resource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
+_HPAS: Final = ApiResource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+_SCALED_OBJECTS: Final = ApiResource("keda.sh", "v1alpha1", "scaledobjects", "ScaledObject")
 
 
 class PodIndex:
@@ -136,7 +136,7 @@ class NamespacedPodInformers:
         self._namespaces: frozenset[str] = frozenset()
         self._wake = asyncio.Event()
         self.index = PodIndex()
-        shared.on_change(self._wake.set)
+        shared.add_usage_listener(self._wake.set)
 
     def set_wanted(self, namespaces: Collection[str]) -> None:
         """Replace the namespaces whose pods are indexed."""
@@ -212,7 +212,7 @@ class NamespacedPodInformers:
             self._shared.release(informer)
 
 
-class Informers:
+class ScalingInformers:
     """``run`` does the work. ``changed``: called with each binding or policy about which something has changed."""
 
     def __init__(self, client: Client, cache: InformerSet, changed: Callable[[WorkKey], None]) -> None:
@@ -222,7 +222,7 @@ class Informers:
         self._policies = add(AUTOSCALING_POLICIES, transform=trimmed_policy)
         self._bindings = add(AUTOSCALING_POLICY_BINDINGS, transform=trimmed_binding)
         self._servers = add(MODEL_SERVERS, transform=_trimmed_server)
-        self._scalables: Mapping[Resource, Informer] = {
+        self._scalables: Mapping[ApiResource, Informer] = {
             one.resource: add(
                 one.resource, transform=view_transform(partial(parse_scalable, one)), optional=one.optional
             )
@@ -315,7 +315,7 @@ class Informers:
         return None if found is None else found["view"]
 
     def on_write_answered(
-        self, place: ScalableRef, resource: Resource, thing: Object, scale: Object | None = None
+        self, place: ScalableRef, resource: ApiResource, thing: Object, scale: Object | None = None
     ) -> None:
         """A target was written: what the server answered, for the object and for its scale."""
         if not is_foreign_kind(place):
@@ -426,7 +426,7 @@ class Informers:
 
         return changed
 
-    def _scalable_changed(self, resource: Resource) -> Callable[[str], None]:
+    def _scalable_changed(self, resource: ApiResource) -> Callable[[str], None]:
         informer, versions = self._scalables[resource], dict[str, tuple[object, ...]]()
 
         def changed(key: str) -> None:

@@ -27,9 +27,9 @@ from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from controller.api.pod_spec_checks import parse_quantity
+from controller.kube.api_resources import SECRETS
 from controller.kube.cluster_access import ClusterAccess
-from controller.kube.errors import AccessInvalid, ClusterError, Forbidden, NotFound
-from controller.kube.resources import SECRETS
+from controller.kube.errors import ClusterAccessInvalid, ClusterError, Forbidden, NotFound
 from extproc.api.addresses import is_local_or_metadata_host
 from extproc.engines.prometheus_text import MetricsPageRefused, metric_lines, sample_number
 from extproc.http_body import read_at_most
@@ -215,7 +215,7 @@ class Credentials(msgspec.Struct, frozen=True):
         return f"Credentials({self.version!r})"  # never a credential in a log
 
 
-class SecretCredentials:
+class SecretCredentialsReader:
     """``every_s``: how often a Secret in use is read."""
 
     def __init__(self, client: Client, every_s: float) -> None:
@@ -281,7 +281,7 @@ def parse_credentials(data: Mapping[str, Any], name: str, version: str) -> Crede
     )
     try:
         return Credentials(access.headers(), access.tls(), version=version)
-    except AccessInvalid:
+    except ClusterAccessInvalid:
         return Credentials(problem=f"the certificates in the Secret {name} cannot be used", version=version)
 
 

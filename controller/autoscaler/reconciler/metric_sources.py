@@ -20,7 +20,7 @@ from controller.autoscaler.reconciler.metric_source_http import (
     FetchFailed,
     MetricValue,
     PodUsage,
-    SecretCredentials,
+    SecretCredentialsReader,
     SharedFetch,
     fetch_page,
     page_values,
@@ -28,8 +28,8 @@ from controller.autoscaler.reconciler.metric_source_http import (
     promql_of_query,
     usage_by_pod,
 )
+from controller.kube.api_resources import ApiResource, parse_timestamp
 from controller.kube.errors import ClusterError, NotFound
-from controller.kube.resources import Resource, parse_timestamp
 from extproc.api.addresses import join_host_port
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from controller.api.autoscaling import MetricTarget, PrometheusSource
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.situation import Situation
-    from controller.autoscaler.reconciler.resolver import ResolvedTarget
+    from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
     from controller.kube.client import Client
     from controller.kube.pods import PodView
 
-POD_METRICS: Final = Resource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
+POD_METRICS: Final = ApiResource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
 # Bad Request and Unprocessable Entity: the body has Prometheus' error about the query.
 _EXPLAINED: Final = (400, 422)
 _LONGEST: Final = 300
@@ -55,7 +55,7 @@ class MetricSample(msgspec.Struct, frozen=True):
     at_s: float
 
 
-def total_metric(taken: MetricSample, now_s: float, policy: AutoscalingPolicySpec) -> MetricReading:
+def age_limited_total(taken: MetricSample, now_s: float, policy: AutoscalingPolicySpec) -> MetricReading:
     """The sum with the limits of age: past the soft one it can only raise replicas; past the hard one it is unknown."""
     value, age_s = taken.value, now_s - taken.at_s
     if value.number is None:
@@ -144,7 +144,7 @@ class MetricSources:
         self._clock = clock
         self._port_of = port_of
         self._allowed = AddressPolicy(settings.prometheus_allow)
-        self._credentials = SecretCredentials(client, settings.secrets_s)
+        self._credentials = SecretCredentialsReader(client, settings.secrets_s)
         self._answers = SharedFetch[tuple[str, str, str], MetricSample]()
         self._pages = SharedFetch[tuple[str, tuple[str, ...]], _Page | None]()
         self._usages = SharedFetch[str, _Usages]()
@@ -187,7 +187,7 @@ class MetricSources:
         max_age_s = 0.9 * policy.period
         if one.prometheus is not None:
             taken = await self._asked(namespace, one.prometheus, max_age_s)
-            return total_metric(taken, self._clock(), policy)
+            return age_limited_total(taken, self._clock(), policy)
         if one.source == "Engine":
             return await self._of_engines(namespace, one, resolved, max_age_s, policy)
         return await self._of_pods(namespace, one, resolved, max_age_s, policy)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from controller.autoscaler.decision.situation import Situation, TargetSituation
     from controller.autoscaler.reconciler.binding_state import BindingState
-    from controller.autoscaler.reconciler.resolver import ResolvedTarget
+    from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
 
 # llm-d's labels, and the kind: a Deployment and a StatefulSet may have one name.
 _TARGET: Final = ("variant_name", "namespace", "accelerator_type", "model_name", "variant_kind")

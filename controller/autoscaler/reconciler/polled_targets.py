@@ -16,8 +16,8 @@ import msgspec
 
 from controller.autoscaler.reconciler.fair_semaphore import FairSemaphore
 from controller.autoscaler.reconciler.scalables import Scalable, ScalableKind, foreign_scalable_kind, parse_scalable
+from controller.kube.api_resources import ApiResource, Object, is_older, required_labels
 from controller.kube.errors import ClusterError, Forbidden, NotFound, Unreachable
-from controller.kube.resources import Object, Resource, is_older, required_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ _SIDE_BY_SIDE: Final = 16
 _DEADLINE_S: Final = 10.0
 # Discovery and granted permissions are checked again after so long; denied permissions at each read.
 _KNOWN_S: Final = 300.0
-_REVIEWS: Final = Resource(
+_REVIEWS: Final = ApiResource(
     "authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview", namespaced=False
 )
 
@@ -49,7 +49,7 @@ class Unscalable(NamedTuple):
     message: str
 
 
-class TargetRead(msgspec.Struct, frozen=True):
+class PolledTarget(msgspec.Struct, frozen=True):
     """A target as read last. ``found``: None if ``lacks`` has a reason."""
 
     kind: ScalableKind | None = None
@@ -57,13 +57,13 @@ class TargetRead(msgspec.Struct, frozen=True):
     lacks: Unscalable | None = None
 
 
-def target_from_scale(kind: ScalableKind, place: ScalableRef, thing: Object, scale: Mapping[str, Any]) -> TargetRead:
+def target_from_scale(kind: ScalableKind, place: ScalableRef, thing: Object, scale: Mapping[str, Any]) -> PolledTarget:
     """``thing``: the object. ``scale``: its scale."""
     text = str((scale.get("status") or {}).get("selector") or "")
     try:
         required = required_labels(text)
     except ValueError as error:
-        return TargetRead(
+        return PolledTarget(
             kind,
             lacks=Unscalable("SelectorUnknown", f"the pods of {target_display_name(place)} are not known: {error}"),
         )
@@ -71,7 +71,7 @@ def target_from_scale(kind: ScalableKind, place: ScalableRef, thing: Object, sca
         message = (
             "its scale's status.selector names no label with one value" if text else "its scale has no status.selector"
         )
-        return TargetRead(
+        return PolledTarget(
             kind,
             lacks=Unscalable("SelectorUnknown", f"the pods of {target_display_name(place)} are not known: {message}"),
         )
@@ -81,10 +81,10 @@ def target_from_scale(kind: ScalableKind, place: ScalableRef, thing: Object, sca
     made = msgspec.structs.replace(
         plain, replicas=replicas, selector=required, selects=text, template={**required, **plain.template}
     )
-    return TargetRead(kind, made)
+    return PolledTarget(kind, made)
 
 
-def path_problem(place: ScalableRef, version: str) -> Unscalable | None:
+def target_ref_problem(place: ScalableRef, version: str) -> Unscalable | None:
     """What would lead to another path of the API server: servers resolve dots, and some read an escaped slash as
     one.
     """
@@ -121,11 +121,11 @@ class PolledTargets:
         self._reading: set[ScalableRef] = set()
         self._asked: dict[str, Mapping[ScalableRef, str]] = {}
         self._wanted: dict[ScalableRef, str] = {}
-        self._read: dict[ScalableRef, TargetRead] = {}
+        self._read: dict[ScalableRef, PolledTarget] = {}
         self._due_at_s: dict[ScalableRef, float] = {}
         self._failing_since_s: dict[ScalableRef, float] = {}
         self._kinds: dict[tuple[str, str], tuple[float, ScalableKind]] = {}
-        self._allowed_at_s: dict[tuple[Resource, str], float] = {}
+        self._allowed_at_s: dict[tuple[ApiResource, str], float] = {}
         self._wake = asyncio.Event()
         # grows with each change
         self.version = 0
@@ -144,9 +144,9 @@ class PolledTargets:
         self._due_at_s = {place: self._due_at_s.get(place, 0.0) for place in self._wanted}
         self._wake.set()
 
-    def last_read(self, place: ScalableRef) -> TargetRead:
+    def last_read(self, place: ScalableRef) -> PolledTarget:
         """As read last; empty before that."""
-        return self._read.get(place, TargetRead())
+        return self._read.get(place, PolledTarget())
 
     def are_targets_read(self, key: str) -> bool:
         """Whether each target of the binding ``key`` has been read at least once, with or without success."""
@@ -165,7 +165,7 @@ class PolledTargets:
     def on_write_answered(self, place: ScalableRef, thing: Object, scale: Object) -> None:
         """What the server answered to a write of a target and of its scale."""
         kind = self.last_read(place).kind
-        now = TargetRead() if kind is None else target_from_scale(kind, place, thing, scale)
+        now = PolledTarget() if kind is None else target_from_scale(kind, place, thing, scale)
         if now.found is not None:
             self._take(place, now)
 
@@ -205,7 +205,7 @@ class PolledTargets:
             log.exception("%s cannot be read", target_display_name(place))
             self._take(
                 place,
-                TargetRead(
+                PolledTarget(
                     lacks=Unscalable("TargetNotFound", f"{target_display_name(place)} cannot be read: {error!r}")
                 ),
             )
@@ -225,13 +225,13 @@ class PolledTargets:
         except ClusterError as error:
             self._failing_since_s.setdefault(place, _loop_s())
             log.warning("%s cannot be read, and is as it was: %s", target_display_name(place), error)
-            unread = TargetRead(
+            unread = PolledTarget(
                 lacks=Unscalable("TargetNotFound", f"{target_display_name(place)} cannot be read: {error}")
             )
             now = before if place in self._read else unread
         self._take(place, now)
 
-    async def _in_time(self, place: ScalableRef, before: TargetRead) -> TargetRead:
+    async def _in_time(self, place: ScalableRef, before: PolledTarget) -> PolledTarget:
         """Raises ClusterError."""
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -239,31 +239,31 @@ class PolledTargets:
         except TimeoutError:
             raise Unreachable(f"the API server has not answered within {self._deadline_s:g} s") from None
 
-    def _take(self, place: ScalableRef, now: TargetRead) -> None:
+    def _take(self, place: ScalableRef, now: PolledTarget) -> None:
         before = self.last_read(place)
         if place in self._wanted and (place not in self._read or now != before) and not _is_outdated(now, before):
             self._read[place] = now
             self.version += 1
             self._changed(place)
 
-    async def _now(self, place: ScalableRef, version: str, before: TargetRead) -> TargetRead:
+    async def _now(self, place: ScalableRef, version: str, before: PolledTarget) -> PolledTarget:
         """Raises ClusterError if the target cannot be read."""
-        wrong = path_problem(place, version)
+        wrong = target_ref_problem(place, version)
         if wrong is not None:
-            return TargetRead(lacks=wrong)
+            return PolledTarget(lacks=wrong)
         try:
             kind = await self._kind(place, version)
             if isinstance(kind, Unscalable):
-                return TargetRead(lacks=kind)
+                return PolledTarget(lacks=kind)
             lacks = await self._denied(kind.resource, place[0])
             if lacks is not None:
-                return TargetRead(kind, lacks=lacks)
+                return PolledTarget(kind, lacks=lacks)
             return await self._target(kind, place, before)
         except NotFound:
-            return TargetRead(lacks=Unscalable("TargetNotFound", f"there is no {target_display_name(place)}"))
+            return PolledTarget(lacks=Unscalable("TargetNotFound", f"there is no {target_display_name(place)}"))
         except Forbidden as error:
             self._allowed_at_s.clear()
-            return TargetRead(
+            return PolledTarget(
                 lacks=Unscalable("TargetForbidden", f"{target_display_name(place)} cannot be read: {error.message}")
             )
 
@@ -286,11 +286,11 @@ class PolledTargets:
             return Unscalable(
                 "UnknownKind", f"{named} cannot be scaled: {plural} have no scale subresource in a namespace"
             )
-        kind = foreign_scalable_kind(Resource(place[1], version.rpartition("/")[2], plural, place[2]))
+        kind = foreign_scalable_kind(ApiResource(place[1], version.rpartition("/")[2], plural, place[2]))
         self._kinds[version, place[2]] = _loop_s(), kind
         return kind
 
-    async def _denied(self, resource: Resource, namespace: str) -> Unscalable | None:
+    async def _denied(self, resource: ApiResource, namespace: str) -> Unscalable | None:
         """What must be granted to us; None if we may do all that it takes."""
         checked_at_s = self._allowed_at_s.get((resource, namespace))
         if checked_at_s is not None and _loop_s() < checked_at_s + _KNOWN_S:
@@ -308,7 +308,7 @@ class PolledTargets:
         grant = "grant it by a ClusterRole with the label attache.dev/aggregate-to-scaled-kinds=true"
         return Unscalable("TargetForbidden", f"{message}; {grant}")
 
-    async def _may(self, resource: Resource, namespace: str, verb: str, part: str) -> bool:
+    async def _may(self, resource: ApiResource, namespace: str, verb: str, part: str) -> bool:
         attributes = {"group": resource.group, "resource": resource.plural, "verb": verb, "namespace": namespace}
         spec = {"resourceAttributes": {**attributes, "subresource": part} if part else attributes}
         review: Object = {"apiVersion": _REVIEWS.api_version, "kind": _REVIEWS.kind, "metadata": {}, "spec": spec}
@@ -319,7 +319,7 @@ class PolledTargets:
             return True
         return bool((answer.get("status") or {}).get("allowed"))
 
-    async def _target(self, kind: ScalableKind, place: ScalableRef, before: TargetRead) -> TargetRead:
+    async def _target(self, kind: ScalableKind, place: ScalableRef, before: PolledTarget) -> PolledTarget:
         name, namespace = place[3], place[0]
         scale = await self._client.get(kind.resource, name, namespace, subresource="scale")
         known = before.found
@@ -333,7 +333,7 @@ class PolledTargets:
         return target_from_scale(kind, place, thing, scale)
 
 
-def _is_outdated(read: TargetRead, by: TargetRead) -> bool:
+def _is_outdated(read: PolledTarget, by: PolledTarget) -> bool:
     """Whether a read began before our write that ``by`` has."""
     old, new = read.found, by.found
     return old is not None and new is not None and old.uid == new.uid and is_older(old.version, new.version)

@@ -15,17 +15,17 @@ from controller.autoscaler.reconciler.actuator import SOON_S, Actuator
 from controller.autoscaler.reconciler.binding_state import BindingState, decode_annotation, new_binding_state
 from controller.autoscaler.reconciler.decision_records import DecisionRecord
 from controller.autoscaler.reconciler.demand import DemandSource
-from controller.autoscaler.reconciler.informers import Informers
+from controller.autoscaler.reconciler.informers import ScalingInformers
 from controller.autoscaler.reconciler.metric_sources import MetricSources
 from controller.autoscaler.reconciler.metrics import BindingSeries, binding_series
-from controller.autoscaler.reconciler.resolver import Resolver, server_keys
 from controller.autoscaler.reconciler.result import ReconciliationResult, target_actions
 from controller.autoscaler.reconciler.scalables import LEARNED
 from controller.autoscaler.reconciler.situations import build_situations, with_headroom
 from controller.autoscaler.reconciler.status import action_texts, binding_events, binding_status
+from controller.autoscaler.reconciler.target_resolver import TargetResolver, server_keys
+from controller.kube.api_resources import AUTOSCALING_POLICY_BINDINGS, split_key
 from controller.kube.client import Client
 from controller.kube.controller import Controller, ReconcileResult, loop_clock_s
-from controller.kube.resources import AUTOSCALING_POLICY_BINDINGS, split_key
 from controller.models.kind_reconciler import WorkKey
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ Memory = Any
 """State that a decision returns for the next one; None at first."""
 
 
-class Decide(Protocol):
+class ScalingDecisionFunction(Protocol):
     """``free``: accelerators that a binding may still use, by pool."""
 
     def __call__(
@@ -67,7 +67,7 @@ class Decider(NamedTuple):
     nothing. ``restored``: a memory from that and the time; raises ValueError for anything else.
     """
 
-    decide: Decide
+    decide: ScalingDecisionFunction
     kept: Callable[[Memory], bytes] = lambda _: b""
     restored: Callable[[bytes, float], Memory] = lambda _, __: None
 
@@ -79,8 +79,8 @@ class ReconcilerDependencies(msgspec.Struct, frozen=True):
 
     client: Client
     controller: Controller[WorkKey]
-    informers: Informers
-    resolver: Resolver
+    informers: ScalingInformers
+    resolver: TargetResolver
     demand: DemandSource
     sources: MetricSources
     decider: Decider
@@ -196,7 +196,7 @@ class Reconciler:
         situations = build_situations(
             result.resolved,
             policy,
-            lambda servers: parts.demand.view(servers, now_s).with_cut_off(cut_off_s),
+            lambda servers: parts.demand.view(servers, now_s).with_api_unreachable(cut_off_s),
             now_s,
             holds=holds,
         )

@@ -12,7 +12,7 @@ from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.decision import Decision, TargetDecision
 from controller.autoscaler.decision.situation import Situation
 from controller.autoscaler.reconciler.bindings import ManualOverride
-from controller.autoscaler.reconciler.resolver import ResolvedTarget
+from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
 
 # Why a decision is only reported, by mode.
 _REPORT_ONLY: Final = {

@@ -8,16 +8,16 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.kube.pods import PodView
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     DEPLOYMENTS,
     MODEL_INFER_ROLES,
     MODEL_INFERS,
+    ApiResource,
     Object,
-    Resource,
     key_of,
     parse_timestamp,
 )
+from controller.kube.pods import PodView
 from controller.models.model_infer import names
 
 PREFIX: Final = "attache.dev/"
@@ -29,8 +29,8 @@ SCALED_BY: Final = PREFIX + "scaled-by"
 SCALED_TO: Final = PREFIX + "scaled-to"
 # Annotation of a binding: what was learned of its targets, JSON.
 LEARNED: Final = PREFIX + "learned"
-STATEFUL_SETS: Final = Resource("apps", "v1", "statefulsets", "StatefulSet")
-LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+STATEFUL_SETS: Final = ApiResource("apps", "v1", "statefulsets", "StatefulSet")
+LEADER_WORKER_SETS: Final = ApiResource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
 # Two of 32 bits, and the words between them.
 _LONGEST_NUMBERS: Final = 40
 _LWS: Final = "leaderworkerset.sigs.k8s.io/"
@@ -49,7 +49,7 @@ class Scalable(msgspec.Struct, frozen=True, kw_only=True):
     time; empty and 0 if unknown. ``is_going``: it is being deleted.
     """
 
-    resource: Resource
+    resource: ApiResource
     key: str
     uid: str
     version: str
@@ -76,7 +76,7 @@ class ScalableKind(msgspec.Struct, frozen=True, kw_only=True):
     the pod with the highest ordinal first. ``optional``: the cluster may lack it.
     """
 
-    resource: Resource
+    resource: ApiResource
     shape: Shape
     unit_of: UnitOf
     serves: Callable[[PodView], bool] = _always
@@ -219,7 +219,7 @@ KINDS: Final = (
 )
 
 
-def foreign_scalable_kind(resource: Resource) -> ScalableKind:
+def foreign_scalable_kind(resource: ApiResource) -> ScalableKind:
     """A kind that is not built in: each pod counts as a replica, and its controller is assumed to honour deletion
     costs.
     """

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.api.autoscaling_binding import EngineCapacity
+from controller.autoscaler.decision.replica_speeds import estimate_speed
 from controller.autoscaler.decision.situation import (
     Engine,
     EngineReport,
     EngineState,
     Freshness,
+    ReplicaSpeed,
     Situation,
-    Speed,
     TargetSituation,
     objective_of_stage,
 )
-from controller.autoscaler.decision.speeds import estimate_speed
 from controller.autoscaler.reconciler.demand import merge_engine_reports
-from controller.autoscaler.reconciler.resolver import server_keys
+from controller.autoscaler.reconciler.target_resolver import server_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.reconciler.bindings import ManualOverride
     from controller.autoscaler.reconciler.demand import DemandView
-    from controller.autoscaler.reconciler.resolver import ResolvedTarget
     from controller.autoscaler.reconciler.scalables import ScalableKind
+    from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
     from controller.kube.pods import PodView
 
 # A replica of several pods is what the worst of them is.
@@ -168,7 +168,7 @@ def _target(
     )
 
 
-def _speed(one: ResolvedTarget, demand: DemandView) -> Speed | None:
+def _speed(one: ResolvedTarget, demand: DemandView) -> ReplicaSpeed | None:
     """Of a replica: several engines in one work side by side."""
     known = [(pod, learned) for pod in one.pods if (learned := demand.learned.get(pod.ip)) is not None]
     if not known and one.spec.capacity == _UNDECLARED:

@@ -7,9 +7,9 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.autoscaler.reconciler.resolver import PROBLEMS, ResolvedTarget, TargetProblem
-from controller.kube.plan import KubeEvent
-from controller.kube.resources import timestamp_of
+from controller.autoscaler.reconciler.target_resolver import PROBLEMS, ResolvedTarget, TargetProblem
+from controller.kube.api_resources import timestamp_of
+from controller.kube.reconcile_plan import KubeEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ _AWAITED: Final = "DataAwaited"
 _STEADY: Final = frozenset({"MetricsAvailable", "ScalingLimited", "CapacityBlocked"})
 
 
-def unknown_reasons(stage: StageDecision) -> list[str]:
+def unknown_recommendation_reasons(stage: StageDecision) -> list[str]:
     """Why its strategies have no recommendation."""
     return [one.reason for one in stage.recommendations if one.replicas is None]
 
@@ -183,7 +183,7 @@ def _available(decision: Decision, situations: Sequence[Situation], otherwise: s
     if not unknown and decision.stages:
         return _condition("MetricsAvailable", truth=True, reason="DataFound", message="demand is known")
     silent = sorted({name for one in situations for name in one.freshness.silent})
-    said = "; ".join(dict.fromkeys(reason for one in unknown for reason in unknown_reasons(one)))
+    said = "; ".join(dict.fromkeys(reason for one in unknown for reason in unknown_recommendation_reasons(one)))
     also = f"; silent gateways: {', '.join(silent)}" if silent else ""
     message = (said or "no strategy knows the demand") + also
     return _condition("MetricsAvailable", truth=False, reason=otherwise, message=message)

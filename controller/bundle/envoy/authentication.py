@@ -68,7 +68,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
     ValueMatcher,
 )
 
-from controller.bundle.envoy.bootstrap import file_source
+from controller.bundle.envoy.bootstrap import file_config_source
 from controller.bundle.envoy.envoy_json import (
     PackedMessage,
     duration,
@@ -80,7 +80,7 @@ from controller.bundle.envoy.envoy_json import (
 )
 from controller.bundle.envoy.lua import lua_filter_config
 from extproc.api.error_hints import is_ip
-from extproc.wire_protocol import CLIENT, REPORTS, TENANT, TOKENS_NAMESPACE, USER, truncate_name
+from extproc.wire_names import CLIENT, REPORTS, TENANT, TOKENS_NAMESPACE, USER, truncate_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from betterproto2 import Message
     from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
 
-    from extproc.api.authentication import ApiKey, Authentication, CertificateName, JwtIssuer, RemoteJwks
+    from extproc.api.authentication import ApiKey, Authentication, CertificateTenantPattern, JwtIssuer, RemoteJwks
 
 KEYS_FILE: Final = "keys.json"
 TOKENS_FILE: Final = "tokens.json"
@@ -250,7 +250,7 @@ def authentication_filters(authentication: Authentication | None, directory: str
         HttpFilter(
             name=name,
             config_discovery=ExtensionConfigSource(
-                config_source=file_source(directory, file), type_urls=[type_url(message)]
+                config_source=file_config_source(directory, file), type_urls=[type_url(message)]
             ),
         )
         for file, (name, message) in _watched_filters(authentication).items()
@@ -435,7 +435,7 @@ def _cube_root(number: int) -> int:
     return low
 
 
-def client_certificate_filter(names: Sequence[CertificateName]) -> Lua:
+def client_certificate_filter(names: Sequence[CertificateTenantPattern]) -> Lua:
     """The filter for client certificates: it writes a certificate's tenant and user into headers.
 
     Envoy has checked the certificate in the handshake. The script reads its names from the connection, never from a
@@ -464,7 +464,7 @@ def client_certificate_rbac() -> Rbac:
     return Rbac(rules=Rules(action=RbacAction.ALLOW, policies={"named": policy}))
 
 
-def certificate_lua_pattern(one: CertificateName) -> str:
+def certificate_lua_pattern(one: CertificateTenantPattern) -> str:
     """Its pattern as Lua writes it, for the whole value."""
     text = one.pattern.lower() if one.field == "DNS" else one.pattern
     pieces = _HOLE.split(text)
@@ -473,7 +473,7 @@ def certificate_lua_pattern(one: CertificateName) -> str:
     return "^" + f"([^{_HOLE_ENDS[one.field]}%c%z]+)".join(literals) + "$"
 
 
-def _name_entry(one: CertificateName) -> str:
+def _name_entry(one: CertificateTenantPattern) -> str:
     holes = _HOLE.findall(one.pattern)
     fields = {"name": _quoted(one.name), "field": _quoted(one.field), "pattern": _quoted(certificate_lua_pattern(one))}
     if one.tenant is not None:
@@ -539,12 +539,12 @@ def _key_set_cluster(name: str, remote: RemoteJwks) -> Cluster:
         ),
         # its keys decide which callers are admitted
         transport_socket=TransportSocket(
-            name="envoy.transport_sockets.tls", typed_config=PackedMessage(server_tls(host, remote.ca_file))
+            name="envoy.transport_sockets.tls", typed_config=PackedMessage(upstream_tls(host, remote.ca_file))
         ),
     )
 
 
-def server_tls(host: str, ca_file: str) -> UpstreamTlsContext:
+def upstream_tls(host: str, ca_file: str) -> UpstreamTlsContext:
     """TLS to a server that must show a certificate for ``host``, signed by an authority in ``ca_file``."""
     is_address = is_ip(host)
     kind = SubjectAltNameMatcherSanType.IP_ADDRESS if is_address else SubjectAltNameMatcherSanType.DNS

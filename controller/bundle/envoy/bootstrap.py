@@ -49,7 +49,7 @@ _READS: Final = r"/(ready|server_info|clusters|listeners|config_dump|stats(/prom
 _CHANGES: Final = r'/(drain_listeners\?graceful&inboundonly&|(healthcheck/(fail|ok)|reopen_logs)\?)"'
 
 
-def file_source(directory: str, file: str) -> ConfigSource:
+def file_config_source(directory: str, file: str) -> ConfigSource:
     """xDS from ``file``, read again whenever a file is moved into its folder (which is how it is replaced)."""
     path = f"{directory}/{file}"
     return ConfigSource(
@@ -69,8 +69,8 @@ def bootstrap(gateway: GatewayConfigSpec, directory: str) -> Bootstrap:
             allow_paths=[StringMatcher(safe_regex=RegexMatcher(regex=one)) for one in (_READS, _CHANGES)],
         ),
         dynamic_resources=BootstrapDynamicResources(
-            lds_config=file_source(directory, LISTENERS_FILE),
-            cds_config=file_source(directory, CLUSTERS_FILE),
+            lds_config=file_config_source(directory, LISTENERS_FILE),
+            cds_config=file_config_source(directory, CLUSTERS_FILE),
         ),
         overload_manager=_overload_manager(gateway),
         layered_runtime=_runtime(),

@@ -12,9 +12,9 @@ from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, LISTENERS_FILE, boo
 from controller.bundle.envoy.clusters import (
     backend_cluster,
     backend_cluster_name,
+    backend_cluster_resource,
     backend_endpoints,
     backend_endpoints_file,
-    backend_resource,
     endpoints_file,
     extproc_cluster,
     server_cluster,
@@ -34,34 +34,34 @@ from controller.bundle.envoy.listeners import (
     listener_groups,
     listener_resources,
     mirrored_listener,
-    steps_snapshot,
+    transformer_listener_snapshot,
 )
 from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, has_mirror
-from controller.bundle.envoy.model_routes import decided_routes_by_policy, has_grpc_servers
-from controller.bundle.envoy.response_filters import configured_response_headers
-from controller.bundle.envoy.route_configurations import route_configuration
-from controller.bundle.envoy.tracing import collector_clusters
-from controller.bundle.envoy.translation import (
+from controller.bundle.envoy.model_routes import has_grpc_servers, routes_by_traffic_policy
+from controller.bundle.envoy.request_translation import (
     TRANSLATED,
     TRANSLATED_ROUTES_FILE,
     needs_translation,
     translated_listener,
     translator_cluster,
 )
+from controller.bundle.envoy.response_filters import configured_response_headers
+from controller.bundle.envoy.route_configurations import route_configuration
+from controller.bundle.envoy.tracing import collector_clusters
 from extproc.api.addresses import OF_CLUSTER
+from extproc.api.config_snapshot import failure_mode_of
 from extproc.api.http_route import Backend, BackendSpec
 from extproc.api.make_before_break import with_servers
 from extproc.api.model_server import RETURNED
-from extproc.api.snapshot import failure_mode_of
 from extproc.api.spec import Metadata
-from extproc.wire_protocol import MIRROR_CLUSTER, MIRROR_SOCKET
+from extproc.wire_names import MIRROR_CLUSTER, MIRROR_SOCKET
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.gateway_config import GatewayConfigSpec
     from extproc.api.model_server import ModelServer
-    from extproc.api.snapshot import Snapshot
 
 BOOTSTRAP_FILE = "bootstrap.json"
 
@@ -151,16 +151,18 @@ class BundleWriter:
             *memo.get(key_set_clusters, gateway.authentication),
             *memo.get(collector_clusters, gateway.tracing),
         ]
-        views = [view for view in (client_snapshot(snapshot), steps_snapshot(snapshot)) if view is not None]
+        views = [
+            view for view in (client_snapshot(snapshot), transformer_listener_snapshot(snapshot)) if view is not None
+        ]
         translates, inner_files = needs_translation(snapshot.servers), dict[str, str]()
         if translates:
             own.append(memo.get(translator_cluster, self._directory))
-            routes = inner_routes(TRANSLATED, gateway, decided_routes_by_policy(snapshot, memo))
+            routes = inner_routes(TRANSLATED, gateway, routes_by_traffic_policy(snapshot, memo))
             inner_files[TRANSLATED_ROUTES_FILE] = resources_file([routes])
         mirrors = has_mirror(snapshot.routes)
         if mirrors:
             own.append(memo.get(socket_cluster, MIRROR_CLUSTER, self._directory, MIRROR_SOCKET))
-            routes = inner_routes(MIRRORED, gateway, decided_routes_by_policy(snapshot, memo))
+            routes = inner_routes(MIRRORED, gateway, routes_by_traffic_policy(snapshot, memo))
             inner_files[MIRRORED_ROUTES_FILE] = resources_file([routes])
         if gateway.usage_log is not None and gateway.usage_log.api is not None:
             own.append(memo.get(usage_reports_cluster, gateway.usage_log.api))
@@ -190,7 +192,7 @@ class BundleWriter:
 
     def _backend(self, backend: Backend, *named: str) -> dict[str, object]:
         like = self._memo.get(self._backend_like, backend.spec.protocol, *named)
-        return backend_resource(backend, like, self._directory)
+        return backend_cluster_resource(backend, like, self._directory)
 
     def _backend_like(self, protocol: Literal["HTTP", "H2C", "WebSocket"], *named: str) -> dict[str, object]:
         some = Backend(metadata=Metadata(name="some"), spec=BackendSpec(protocol=protocol))

@@ -45,7 +45,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOpti
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 from envoy_data_plane.envoy.type.v3 import Percent
 
-from controller.bundle.envoy.bootstrap import ENDPOINTS_FOLDER, file_source
+from controller.bundle.envoy.bootstrap import ENDPOINTS_FOLDER, file_config_source
 from controller.bundle.envoy.envoy_json import (
     PackedMessage,
     duration,
@@ -67,7 +67,7 @@ from controller.bundle.envoy.response_filters import reserved_header_filter
 from controller.bundle.envoy.secrets import EngineKey, engine_tls_socket, secret_reference, upstream_credentials
 from extproc.api.addresses import parse_address, parse_envoy_upstream, worker_addresses
 from extproc.api.engine_connection import EngineConnection
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     BACKEND_CLUSTER,
     DESTINATION,
     EXTPROC_CLUSTER,
@@ -153,7 +153,7 @@ def server_cluster(
             name=name,
             type=ClusterDiscoveryType.EDS,
             eds_cluster_config=ClusterEdsClusterConfig(
-                eds_config=file_source(directory, endpoints_file(server)), service_name=name
+                eds_config=file_config_source(directory, endpoints_file(server)), service_name=name
             ),
             connect_timeout=duration(policy.connect_timeout),
             load_balancing_policy=_override_host(),
@@ -432,7 +432,8 @@ def backend_cluster(backend: Backend, directory: str, named: Sequence[str] = ())
             name=name,
             type=ClusterDiscoveryType.EDS,
             eds_cluster_config=ClusterEdsClusterConfig(
-                eds_config=file_source(directory, backend_endpoints_file(backend.metadata.key)), service_name=name
+                eds_config=file_config_source(directory, backend_endpoints_file(backend.metadata.key)),
+                service_name=name,
             ),
             connect_timeout=duration(_BACKEND_CONNECT_S),
             load_balancing_policy=balancing_policy("envoy.load_balancing_policies.least_request", LeastRequest()),
@@ -443,13 +444,13 @@ def backend_cluster(backend: Backend, directory: str, named: Sequence[str] = ())
     )
 
 
-def backend_resource(backend: Backend, like: Mapping[str, object], directory: str) -> dict[str, object]:
+def backend_cluster_resource(backend: Backend, like: Mapping[str, object], directory: str) -> dict[str, object]:
     """The cluster of ``backend`` as a resource of xDS. ``like``: the one of another Backend of the same protocol.
 
     The classes of Envoy's schema need some 0.5 ms for a cluster, and clusters of Backends differ in their names alone.
     """
     name, file = backend_cluster_name(backend.metadata.key), backend_endpoints_file(backend.metadata.key)
-    source = to_plain(file_source(directory, file))
+    source = to_plain(file_config_source(directory, file))
     return {**like, "name": name, "eds_cluster_config": {"eds_config": source, "service_name": name}}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from controller.bundle.envoy.lua import lua_filter_config
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     COST_CURRENCY,

@@ -29,7 +29,7 @@ from envoy_data_plane.google.protobuf import Struct, Value
 
 from controller.bundle.envoy.lua import fill_placeholders
 from extproc.api.model_server import InternalField, SteeringField
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     ANTHROPIC_PATHS,
     ANTHROPIC_VERSION,
     APIS_BY_PATH,

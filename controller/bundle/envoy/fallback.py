@@ -35,7 +35,7 @@ from controller.bundle.envoy.envoy_json import duration, http_filter, to_plain
 from controller.bundle.envoy.lua import lua_bool, lua_filter_config, lua_string
 from controller.bundle.envoy.response_filters import redirect_status_matcher
 from extproc.api.fallback import CONDITIONS, REFUSALS, STATUSES, retried_failures
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     CLAMPS,
     DEGRADED,
     DEGRADED_SERVERS,
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from envoy_data_plane.envoy.config.route.v3 import RetryPolicy, Route
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.fallback import FailureClass, Fallback, FallbackRetry
     from extproc.api.model_server import ModelServer
-    from extproc.api.snapshot import Snapshot
 
 # The library has no class of it.
 _SPECIFIER: Final = (
@@ -275,7 +275,7 @@ class FallbackServer(msgspec.Struct, frozen=True):
             min_concurrency=max(self.min_concurrency or 0, retry.min_concurrency),
         )
 
-    def add_error_limit(self, most_read: int) -> FallbackServer:
+    def add_error_read_limit(self, most_read: int) -> FallbackServer:
         """It is in one more rule."""
         return msgspec.structs.replace(self, most_read=max(self.most_read, most_read))
 
@@ -290,11 +290,13 @@ def fallback_servers(snapshot: Snapshot) -> Mapping[str, FallbackServer]:
             most_read = 0 if retried_failures(rule.fallback).isdisjoint(REFUSALS) else longest
             for target in rule.target_models if rule.fallback else ():
                 key = route.server_key(target)
-                found[key] = found.get(key, FallbackServer()).add_error_limit(most_read)
+                found[key] = found.get(key, FallbackServer()).add_error_read_limit(most_read)
             for one in rule.fallback:
                 key = route.server_key(one)
                 found[key] = (
-                    found.get(key, FallbackServer()).add_fallback_rule(rule.fallback_retry).add_error_limit(most_read)
+                    found.get(key, FallbackServer())
+                    .add_fallback_rule(rule.fallback_retry)
+                    .add_error_read_limit(most_read)
                 )
     return found
 

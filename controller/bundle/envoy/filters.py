@@ -39,7 +39,7 @@ from controller.bundle.envoy.response_cache import response_copy_filter
 from controller.bundle.envoy.response_filters import redirect_refusal_filters
 from controller.bundle.envoy.usage_filters import responses_usage_filter, stream_usage_filter
 from controller.bundle.envoy.usage_log import log_metadata_filter
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     APIS_BY_PATH,
     BUNDLE_MARK,
     EXTPROC_CLUSTER,

@@ -61,8 +61,8 @@ from extproc.api.grpc_route import GRPCRoute, effective_matches
 from extproc.api.http_route import Backend
 from extproc.api.match_patterns import ANY_HOST
 from extproc.api.model_server import ModelServer
-from extproc.api.references import backend_key
-from extproc.wire_protocol import (
+from extproc.api.reference_checks import backend_key
+from extproc.wire_names import (
     GRPC_PROTOCOLS,
     HTTP_ROUTE_KEY,
     LISTENER_KEY,
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 
     from controller.bundle.envoy.envoy_json import BuildMemo
     from controller.bundle.envoy.virtual_hosts import HostRoutes
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.grpc_route import GatewayApiRoute, GatewayApiRule
     from extproc.api.http_route import (
         BackendRef,
@@ -93,7 +94,6 @@ if TYPE_CHECKING:
         WeightedBackendRef,
     )
     from extproc.api.http_route import HeaderValue as Header
-    from extproc.api.snapshot import Snapshot
 
 _NO_BACKEND: Final = "The route has no backend that exists; its owner must mend its backendRefs."
 # No cluster is called so: what is sent there is answered 500.

@@ -30,7 +30,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 
 from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain, to_resource
 from controller.bundle.envoy.local_replies import local_replies
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     DESTINATION,
     MIRROR,
     NOT_FOR_ENGINES,

@@ -37,7 +37,7 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 
-from controller.bundle.envoy.bootstrap import file_source
+from controller.bundle.envoy.bootstrap import file_config_source
 from controller.bundle.envoy.clusters import keepalive_probes
 from controller.bundle.envoy.envoy_json import (
     PackedMessage,
@@ -51,14 +51,14 @@ from controller.bundle.envoy.filters import NO_NEEDS, FilterNeeds, extproc_servi
 from controller.bundle.envoy.inner_listeners import inner_listener
 from controller.bundle.envoy.local_replies import local_replies
 from controller.bundle.envoy.mirror import MIRRORED, MIRRORED_ROUTES_FILE, has_mirror
+from controller.bundle.envoy.request_translation import TRANSLATED, TRANSLATED_ROUTES_FILE, needs_translation
 from controller.bundle.envoy.secrets import listener_tls_socket
 from controller.bundle.envoy.tracing import TRACE_HEADERS, TRACE_PREFIXES, with_tracing
-from controller.bundle.envoy.translation import TRANSLATED, TRANSLATED_ROUTES_FILE, needs_translation
 from controller.bundle.envoy.usage_log import usage_access_log
 from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.gateway_config import Listener, ListenerTls
 from extproc.api.spec import STEPS_LISTENER
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     ACCESS_LOG_NAME,
     CALLER_CLIENT,
     CALLER_REPORTS,
@@ -85,8 +85,8 @@ from extproc.wire_protocol import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.gateway_config import GatewayConfigSpec
-    from extproc.api.snapshot import Snapshot
 
 # The route configuration of a gateway that has only ``listen``; the names of others begin with it.
 DEFAULT_ROUTES: Final = "attache"
@@ -142,7 +142,7 @@ def client_snapshot(snapshot: Snapshot) -> Snapshot:
     return snapshot if len(routes) == len(snapshot.routes) else msgspec.structs.replace(snapshot, routes=routes)
 
 
-def steps_snapshot(snapshot: Snapshot) -> Snapshot | None:
+def transformer_listener_snapshot(snapshot: Snapshot) -> Snapshot | None:
     """What the listener of transformers and explainers serves; None: there is none.
 
     It knows no callers: the clients for which they work have been authenticated and charged, and their requests are in
@@ -168,7 +168,7 @@ def routes_files(snapshot: Snapshot) -> dict[str, str]:
     """
     found = {
         one.routes_file: f"http.{_STATISTICS}.rds.{_in_statistics(one.route_config_name)}"
-        for view in (client_snapshot(snapshot), steps_snapshot(snapshot))
+        for view in (client_snapshot(snapshot), transformer_listener_snapshot(snapshot))
         if view is not None
         for one in listener_groups(view.gateway)
     }
@@ -277,7 +277,9 @@ def _filter_chain(group: ListenerGroup, directory: str) -> FilterChain:
 
 
 def _routes_of(group: ListenerGroup, directory: str) -> Rds:
-    return Rds(route_config_name=group.route_config_name, config_source=file_source(directory, group.routes_file))
+    return Rds(
+        route_config_name=group.route_config_name, config_source=file_config_source(directory, group.routes_file)
+    )
 
 
 def _reads_server_name() -> ListenerFilter:
@@ -350,7 +352,7 @@ def _strip_reserved_headers(gateway: GatewayConfigSpec) -> TypedExtensionConfig:
 
 def mirrored_listener(gateway: GatewayConfigSpec, directory: str) -> dict[str, object]:
     """Where Envoy sends copies of requests."""
-    rds = Rds(route_config_name=MIRRORED, config_source=file_source(directory, MIRRORED_ROUTES_FILE))
+    rds = Rds(route_config_name=MIRRORED, config_source=file_config_source(directory, MIRRORED_ROUTES_FILE))
     logs = [outcome_log(gateway, calls=False)]
     return inner_listener(gateway, f"{directory}/{MIRROR_SOCKET}", rds, mirror_filters(gateway), logs)
 

@@ -24,7 +24,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.google.protobuf import NullValue, Struct, Value
 
 from controller.bundle.envoy.envoy_json import PackedMessage
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     ANTHROPIC_PATHS,
     ANTHROPIC_TYPES,
     ANTHROPIC_VERSION,

@@ -26,7 +26,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
 )
 
 from controller.bundle.envoy.envoy_json import to_plain
-from extproc.wire_protocol import MIRROR, MIRROR_CLUSTER, NAMESPACE
+from extproc.wire_names import MIRROR, MIRROR_CLUSTER, NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -46,11 +46,11 @@ from controller.bundle.envoy.extproc_fail_open import (
 from controller.bundle.envoy.fallback import fallback_retry_policy, route_across_clusters
 from controller.bundle.envoy.local_replies import anthropic_error_answer, error_answer
 from controller.bundle.envoy.mirror import has_mirror, mirrored_routes
+from controller.bundle.envoy.request_translation import needs_translation, translator_route
 from controller.bundle.envoy.response_filters import redirect_status_matcher
-from controller.bundle.envoy.translation import needs_translation, translator_route
 from extproc.api.fallback import REFUSALS, attempts_route_name, retried_failures
 from extproc.api.model_server import TrafficPolicy
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     APIS_BY_PATH,
     CALL_ROOTS,
     GRPC_PROTOCOLS,
@@ -59,7 +59,7 @@ from extproc.wire_protocol import (
     PLAIN_IN_PATHS,
     POLICY_HEADER,
     SERVER_HEADER,
-    paths_of,
+    paths_of_apis,
 )
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ if TYPE_CHECKING:
     from envoy_data_plane.google.protobuf import Any
 
     from controller.bundle.envoy.envoy_json import BuildMemo
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.model_route import ModelMatch, ModelRoute, RouteRule, StringMatch
     from extproc.api.model_server import ModelServer
-    from extproc.api.snapshot import Snapshot
-    from extproc.wire_protocol import ModelPaths
+    from extproc.wire_names import ModelPaths
 
 # A route or another resource of xDS as plain data; per-route configuration of filters, by their names.
 Plain = dict[str, object]
@@ -87,18 +87,18 @@ _RETRY_CALLS_ON: Final = "cancelled,resource-exhausted,unavailable"
 _IS_READ: Final = HeaderMatcher(name=":method", string_match=StringMatcher(safe_regex=RegexMatcher(regex="GET|HEAD")))
 
 
-def decided_routes(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object]]:
+def routes_decided_by_extproc(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object]]:
     """Routes of decided requests: to the cluster that extproc names, one for each time limit and number of retries.
 
     A route for each ModelServer would be scanned for each request, and repeated in each host. The last route matches
     ModelServers that extproc already uses and Envoy does not have yet.
     """
     translated = [memo.get(translator_route)] if needs_translation(snapshot.servers) else []
-    found = [*translated, *_with_fallbacks(snapshot, memo), *decided_routes_by_policy(snapshot, memo)]
+    found = [*translated, *_with_fallbacks(snapshot, memo), *routes_by_traffic_policy(snapshot, memo)]
     return [*mirrored_routes(found), *found] if has_mirror(snapshot.routes) else found
 
 
-def decided_routes_by_policy(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object]]:
+def routes_by_traffic_policy(snapshot: Snapshot, memo: BuildMemo) -> list[dict[str, object]]:
     """Those of requests that go to one ModelServer alone."""
     calls = has_grpc_servers(snapshot)
     policies = {
@@ -194,9 +194,9 @@ def _not_translated(routes: Sequence[ModelRoute], servers: Mapping[str, ModelSer
     found: dict[tuple[str, ...], list[str]] = {}
     for route in routes:
         specs = [one.spec for one in _servers_of(route, servers)]
-        if any(one.accepts_translated for one in specs) and all(one.apis for one in specs):
-            served = tuple(sorted({path for one in specs for path in paths_of(one.apis or ())}))
-            found.setdefault(served, []).extend(route.spec.names)
+        if any(one.accepts_translated_requests for one in specs) and all(one.apis for one in specs):
+            served = tuple(sorted({path for one in specs for path in paths_of_apis(one.apis or ())}))
+            found.setdefault(served, []).extend(route.spec.model_names)
     of_anthropic = HeaderMatcher(name=":path", string_match=_path_in(_ANTHROPIC))
     for served, names in found.items():
         message = f"At the moment this model is served under {', '.join(served)} alone; write there, or try again soon."
@@ -278,7 +278,7 @@ def _by_path_of_route(route: ModelRoute, *servers: ModelServer) -> list[Plain]:
             targets = [
                 (server, weight) for server, weight in pairs if weight and server.spec.protocol == api.spec.protocol
             ]
-            for name in route.spec.names if targets and not rule.reads_body else ():
+            for name in route.spec.model_names if targets and not rule.reads_body else ():
                 renames = name == route.spec.model_name
                 made = _by_path_without_extproc(paths, name, rule, targets, renames=renames)
                 made.name = f"without-extproc/{route.metadata.key}/{number}/{api.spec.protocol}/{name}"
@@ -504,7 +504,7 @@ def _asks_for(names: list[str]) -> MetadataMatcher:
 
 def _models_list(routes: Iterable[ModelRoute]) -> Route:
     """GET /v1/models, as extproc would list them."""
-    names = sorted(name for route in routes for name in route.spec.names)
+    names = sorted(name for route in routes for name in route.spec.model_names)
     models = [{"id": name, "object": "model", "created": 0, "owned_by": "attache"} for name in names]
     return Route(
         name="models-without-extproc",

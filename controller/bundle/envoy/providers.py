@@ -26,7 +26,7 @@ from controller.bundle.envoy.lua import lua_bool, lua_filter_config, lua_set, lu
 from controller.bundle.envoy.path_prefix import PATH_MARKS, PATH_SCRIPT
 from controller.bundle.envoy.response_filters import REPLACING
 from controller.bundle.envoy.secrets import SECRETS_FOLDER
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     ANTHROPIC_TYPES,
     ANTHROPIC_VERSION,
     APIS_BY_NAME,
@@ -35,7 +35,7 @@ from extproc.wire_protocol import (
     REQUEST_ID,
     RETRY_AFTER,
     Api,
-    paths_of,
+    paths_of_apis,
 )
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _queries(apis: Iterable[str]) -> Iterable[tuple[str, str]]:
 
 def _errors(apis: Iterable[str]) -> str:
     """A table of Lua: by the form of the client's API and by code, the body of the error."""
-    where = ", ".join(paths_of(apis))
+    where = ", ".join(paths_of_apis(apis))
     messages = {**_MESSAGES, "unknown_url": f"This model is not served under this path; write to {where}."}
     openai, anthropic = [], []
     for code, message in messages.items():

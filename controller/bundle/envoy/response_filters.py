@@ -23,7 +23,7 @@ from controller.bundle.envoy.envoy_json import http_filter, typed_extension
 from controller.bundle.envoy.filter_conditions import answer_has, request_has, skip_filter_if
 from controller.bundle.envoy.lua import lua_filter_config, lua_string
 from extproc.api.session_affinity import session_headers
-from extproc.wire_protocol import SERVED_HOST, SERVED_NAMESPACE, TEXT_ERROR_PATHS
+from extproc.wire_names import SERVED_HOST, SERVED_NAMESPACE, TEXT_ERROR_PATHS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from envoy_data_plane.envoy.config.core.v3 import TypedExtensionConfig
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 # Statuses of a server that are no answer to a request for inference.
 _NO_ANSWER: Final = "101|3.."

@@ -15,7 +15,7 @@ from typing import Final
 
 from controller.bundle.envoy.extproc_fail_open import FALLBACK_NAMESPACE
 from controller.bundle.envoy.lua import fill_placeholders, lua_set
-from extproc.wire_protocol import NAMESPACE, RESPONSE_LENGTH, RESPONSE_MODEL, TICKET
+from extproc.wire_names import NAMESPACE, RESPONSE_LENGTH, RESPONSE_MODEL, TICKET
 
 # Of an event, up to the end of the model's name: some hundred bytes.
 _MOST_HEAD: Final = 2048

@@ -43,18 +43,18 @@ from controller.bundle.envoy.http_routes import (
 from controller.bundle.envoy.listeners import DEFAULT_LISTENER, listener_groups
 from controller.bundle.envoy.local_replies import error_answer
 from controller.bundle.envoy.model_routes import (
-    decided_routes,
     default_retry_policy,
     grpc_routes,
     not_found_action,
     path_routes,
+    routes_decided_by_extproc,
     routes_without_extproc,
 )
 from controller.bundle.envoy.virtual_hosts import is_more_specific, listener_domain, virtual_hosts
 from extproc.api.addresses import parse_address
 from extproc.api.match_patterns import ANY_HOST, covers_domain
 from extproc.api.session_affinity import session_headers
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     BUDGET_HEADERS,
     CALLER_CLIENT,
     CALLER_REPORTS,
@@ -85,9 +85,9 @@ if TYPE_CHECKING:
     from controller.bundle.envoy.envoy_json import BuildMemo
     from controller.bundle.envoy.listeners import ListenerGroup
     from controller.bundle.envoy.virtual_hosts import HostRoutes
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.gateway_config import GatewayConfigSpec, Listener
     from extproc.api.model_route import ModelRoute
-    from extproc.api.snapshot import Snapshot
 
 # The gateway's own words, which no server is to read.
 _OWN_HEADERS: Final = (DESTINATION, SERVER_HEADER, POLICY_HEADER, MIRROR, CLIENT, TENANT, USER, REPORTS)
@@ -112,7 +112,7 @@ def route_configuration(group: ListenerGroup, snapshot: Snapshot, memo: BuildMem
     own = [*_health_routes(snapshot.gateway, memo), *_usage_routes(snapshot.gateway, memo)]
     configs = _unread(snapshot.gateway, None)
     by_path = path_routes(snapshot, snapshot.routes, configs, memo)
-    decided = [*own, *decided_routes(snapshot, memo), *by_path, *_call_routes(snapshot, memo)]
+    decided = [*own, *routes_decided_by_extproc(snapshot, memo), *by_path, *_call_routes(snapshot, memo)]
     if snapshot.gateway.failure_mode != "Open":
         # without a route for it, Envoy would let a request that asks for an upgrade wait for ever
         host["routes"] = [*decided, memo.get(_no_model, "")]
@@ -136,7 +136,8 @@ class _ListenerGroup:
         self._health = _health_routes(snapshot.gateway, memo)
         self._usage = _usage_routes(snapshot.gateway, memo)
         self._decided = [
-            {**one, "request_headers_to_remove": list(NOT_FOR_ENGINES)} for one in decided_routes(snapshot, memo)
+            {**one, "request_headers_to_remove": list(NOT_FOR_ENGINES)}
+            for one in routes_decided_by_extproc(snapshot, memo)
         ]
         self._attached = {
             one.name: [route for route in snapshot.routes if self._is_attached(route, one)] for one in group.listeners

@@ -23,16 +23,16 @@ from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
     UpstreamTlsContext,
 )
 
-from controller.bundle.envoy.bootstrap import file_source
+from controller.bundle.envoy.bootstrap import file_config_source
 from controller.bundle.envoy.envoy_json import PackedMessage, resources_file, to_resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.engine_connection import CertificateFiles, EngineConnection
     from extproc.api.gateway_config import ClientCertificates, Listener, ListenerTls
     from extproc.api.model_server import ModelServerSpec
-    from extproc.api.snapshot import Snapshot
 
 SECRETS_FOLDER: Final = "secrets"
 _ALPN: Final = ("h2", "http/1.1")
@@ -154,7 +154,7 @@ def _engine_authorities(spec: ModelServerSpec) -> SecretSource | None:
 
 def secret_reference(source: SecretSource, directory: str) -> SdsSecretConfig:
     """How listeners and clusters name a secret of the bundle in ``directory``."""
-    return SdsSecretConfig(name=source.name, sds_config=file_source(directory, source.file))
+    return SdsSecretConfig(name=source.name, sds_config=file_config_source(directory, source.file))
 
 
 def secret_file(source: SecretSource, content: Mapping[str, bytes]) -> str:

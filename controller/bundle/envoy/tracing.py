@@ -43,11 +43,11 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOpti
 from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType, Percent
 
-from controller.bundle.envoy.authentication import server_tls
+from controller.bundle.envoy.authentication import upstream_tls
 from controller.bundle.envoy.clusters import UPSTREAM_OPTIONS, load_assignment
 from controller.bundle.envoy.envoy_json import PackedMessage, duration, to_plain, to_resource, typed_extension
 from extproc.api.addresses import join_host_port, parse_envoy_upstream
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     CREATED_TOKENS,
@@ -220,5 +220,5 @@ def collector_clusters(tracing: Tracing | None) -> list[dict[str, object]]:
 
 
 def _socket(host: str, tls: CollectorTls) -> TransportSocket:
-    context = server_tls(tls.server_name or host, tls.ca_file)
+    context = upstream_tls(tls.server_name or host, tls.ca_file)
     return TransportSocket(name="envoy.transport_sockets.tls", typed_config=PackedMessage(context))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from controller.bundle.envoy.extproc_fail_open import FALLBACK_NAMESPACE
 from controller.bundle.envoy.lua import fill_placeholders, lua_bool, lua_filter_config, lua_set
 from controller.bundle.envoy.response_model_name import response_model_script
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     CACHED_TOKENS,
     COMPLETION_TOKENS,
     CREATED_TOKENS,

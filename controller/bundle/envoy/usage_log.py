@@ -21,7 +21,7 @@ from controller.bundle.envoy.envoy_json import PackedMessage, http_filter
 from controller.bundle.envoy.extproc_fail_open import FALLBACK_MODEL, FALLBACK_NAMESPACE
 from controller.bundle.envoy.local_replies import log_filter_when
 from controller.bundle.envoy.usage_filters import STARTED_US
-from extproc.wire_protocol import (
+from extproc.wire_names import (
     CLIENT,
     NAMESPACE,
     REQUEST_ID,

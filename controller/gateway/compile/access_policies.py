@@ -15,7 +15,7 @@ import msgspec
 from controller.gateway.compile.inference_pools import server_key
 from controller.kube.conditions import WantedCondition, WantedStatus, condition_false, condition_true
 from extproc.api.access_policy import TARGET_GROUPS, AccessTarget, ModelAccessPolicy
-from extproc.api.snapshot import access_restrictions
+from extproc.api.config_snapshot import access_restrictions
 from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:

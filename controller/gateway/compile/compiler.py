@@ -26,10 +26,10 @@ from controller.gateway.compile.gateway_api.compiler import GatewayApiCompiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.gateway_api.object_cache import KINDS as GATEWAY_API_KINDS
 from controller.gateway.compile.gateway_api.object_cache import ROUTES
-from controller.gateway.compile.gateway_config import GatewayConfigs, GatewayDocument, GatewayDocuments
+from controller.gateway.compile.gateway_config import GatewayConfigs, GatewayDocument, GatewayDocumentBuilder
 from controller.gateway.compile.model_routes import RouteResult, compile_routes
 from controller.gateway.compile.model_servers import ModelServerCompiler, empty_server
-from controller.gateway.compile.referenced_secrets import ReferencedKey, bounded_name
+from controller.gateway.compile.referenced_secrets import ReferencedObjectKey, bounded_name
 from controller.gateway.compile.source_objects import SOURCE_KINDS, SourceObject, decode_source
 from controller.kube.conditions import (
     IN_DIRECTORY,
@@ -40,10 +40,10 @@ from controller.kube.conditions import (
     condition_true,
 )
 from extproc.api.config_loader import MAX_DIRECTORY_BYTES, SUFFIXES, max_file_bytes
+from extproc.api.config_snapshot import Snapshot, failure_mode_of
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.model_route import ModelRoute
 from extproc.api.picker_config import accept_any_plugins
-from extproc.api.snapshot import Snapshot, failure_mode_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -94,7 +94,7 @@ class CompileResult(msgspec.Struct, frozen=True):
     files: Mapping[str, bytes]
     statuses: Mapping[tuple[str, str], WantedStatus]
     refused: str = ""
-    pointers: frozenset[ReferencedKey] = frozenset()
+    pointers: frozenset[ReferencedObjectKey] = frozenset()
     graced: frozenset[tuple[str, str]] = frozenset()
     again_s: float = math.inf
 
@@ -126,7 +126,7 @@ class Compiler:
         self._policy_sets = {kind: AccessPolicyCompiler(compile_all) for kind, compile_all in _POLICIES.items()}
         self._policies: Mapping[tuple[str, str], PolicyResult] = {}
         self._api = GatewayApiCompiler(settings, gateway, GatewayConfigs(self._sources["GatewayConfig"]))
-        self._documents = GatewayDocuments(self._api.referenced_object)
+        self._documents = GatewayDocumentBuilder(self._api.referenced_object)
         self._servers = ModelServerCompiler(check_picker, self._api.referenced_object, networks)
         self._grace = GracePeriods(grace_s)
 

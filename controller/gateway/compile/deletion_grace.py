@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from controller.gateway.compile.source_objects import SourceObject
-from controller.kube.kinds import KINDS as CUSTOM_RESOURCES
+from controller.kube.custom_resources import KINDS as CUSTOM_RESOURCES
 from extproc.api.model_server import ModelServer
 from extproc.api.spec import namespace_of
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.compiler import file_name
+from controller.gateway.compile.inference_pool_compiler import PICKER_FIELDS, InferencePoolResult, PoolProblem
 from controller.gateway.compile.model_servers import compile_picker
-from controller.gateway.compile.picker_mode import PICKER_FIELDS, InferencePoolResult, PoolProblem
 from controller.gateway.compile.pods import POD_LABEL
 from controller.gateway.compile.source_objects import decode_source
 from extproc.api.addresses import parse_endpoint
@@ -40,7 +40,7 @@ _MOST_SHOWN: Final = 5
 _NOT_IN_NAMES: Final = re.compile(r"[^-a-z0-9.]+")
 
 
-class FileDiscovery(msgspec.Struct, frozen=True):
+class FileDiscoverySettings(msgspec.Struct, frozen=True):
     """``path``: the file with the endpoints, relative to the working directory. ``watches``: its changes are used."""
 
     path: str
@@ -51,7 +51,7 @@ class DiscoveryInvalid(Exception):
     """The file asks for a way to find endpoints that there is not; the message says which there are."""
 
 
-def parse_file_discovery(config: EndpointPickerConfig) -> FileDiscovery | None:
+def parse_file_discovery(config: EndpointPickerConfig) -> FileDiscoverySettings | None:
     """How the endpoints are found without a cluster; None: the file does not say so. Raises DiscoveryInvalid."""
     sections = [one for one in (config.data_layer, config.data) if isinstance(one, dict)]
     found = next((one["discovery"] for one in sections if one.get("discovery") is not None), None)
@@ -69,7 +69,7 @@ def parse_file_discovery(config: EndpointPickerConfig) -> FileDiscovery | None:
         raise DiscoveryInvalid(
             f"{plugin.effective_name}: the parameter 'path' is missing; write the file with the endpoints"
         )
-    return FileDiscovery(given["path"], given.get("watchFile") is True)
+    return FileDiscoverySettings(given["path"], given.get("watchFile") is True)
 
 
 def pool_name(text: str) -> str:
@@ -104,7 +104,7 @@ def read_endpoints(file: str, text: str) -> ListedEndpoints:
     document = Document(file, text)
     content, repeated = parse_document(document)
     if repeated:
-        raise ConfigInvalid(document.mistakes(repeated))
+        raise ConfigInvalid(document.locate_mistakes(repeated))
     listed = content.get("endpoints") if isinstance(content, dict) else None
     if not isinstance(content, dict) or not isinstance(listed, list | None):
         raise ConfigInvalid([Mistake(file, 0, "", "has no list 'endpoints'; write endpoints: [{name, address, port}]")])
@@ -184,7 +184,7 @@ class FilePoolCompiler:
             message = "; ".join([*shown, *([f"and {more} more"] if more > 0 else [])])
             self._problems["entries"] = PoolProblem("EndpointsLeftOut", f"{file}: {message}; they are left out")
 
-    def report_discovery(self, message: str) -> None:
+    def set_discovery_problem(self, message: str) -> None:
         """``message``: why the EndpointPickerConfig does not say where the endpoints are; empty: it does."""
         self._problems.pop("discovery", None)
         if message:

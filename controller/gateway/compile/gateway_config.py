@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.access_policies import failure_mode
-from controller.gateway.compile.referenced_secrets import ReferencedKey, ReferencedObject
+from controller.gateway.compile.referenced_secrets import ReferencedObject, ReferencedObjectKey
 from controller.gateway.compile.source_objects import SourceObject, to_canonical_json
 from extproc.api import spec as patterns
 from extproc.api.addresses import parse_address
 from extproc.api.authentication import jwks_has_usable_key
 from extproc.api.config_errors import ConfigInvalid
-from extproc.api.decode import decode, read_key_store
+from extproc.api.document_decoder import decode, read_key_store
 from extproc.api.gateway_config import GatewayConfig
 from extproc.api.key_store import KEYS_FILE, KeyStoreSpec, to_json_fields
 from extproc.api.spec import API_VERSION, object_key
@@ -57,7 +57,7 @@ class GatewayConfigs:
             return config.mistakes_text()
         return ""
 
-    def needs_certificates(self, key: str | None) -> bool:
+    def needs_client_certificates(self, key: str | None) -> bool:
         """Whether callers are identified by client certificates."""
         config = self._sources.get(key or "")
         if config is None or not isinstance(config.decoded, GatewayConfig):
@@ -65,7 +65,7 @@ class GatewayConfigs:
         authentication = config.decoded.spec.authentication
         return authentication is not None and bool(authentication.client_certificates)
 
-    def steps_port(self, key: str | None) -> int | None:
+    def transformer_listener_port(self, key: str | None) -> int | None:
         """Where Envoy listens for transformers and explainers; None: nowhere."""
         config = self._sources.get(key or "")
         if config is None or config.mistakes or not isinstance(config.decoded, GatewayConfig):
@@ -247,13 +247,13 @@ class GatewayDocument(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[str, ...] = ()
     note: str = ""
     refused: str = ""
-    pointers: frozenset[ReferencedKey] = frozenset()
+    pointers: frozenset[ReferencedObjectKey] = frozenset()
 
 
-class GatewayDocuments:
+class GatewayDocumentBuilder:
     """Rebuilds the document only when an input has changed. ``pointed``: the target of a pointer, if it is read."""
 
-    def __init__(self, pointed: Callable[[ReferencedKey], ReferencedObject | None]) -> None:
+    def __init__(self, pointed: Callable[[ReferencedObjectKey], ReferencedObject | None]) -> None:
         self._pointed = pointed
         self._last: tuple[object, GatewayDocument] | None = None
 
@@ -263,7 +263,9 @@ class GatewayDocuments:
         """``source``: None for the defaults. ``listeners``: None if there is no Gateway, and it has its own."""
         authentication = _authentication(source)
         namespace = "" if source is None else source.namespace
-        pointers = frozenset(ReferencedKey("Secret", key) for key in referenced_secrets(authentication, namespace))
+        pointers = frozenset(
+            ReferencedObjectKey("Secret", key) for key in referenced_secrets(authentication, namespace)
+        )
         secrets = {one.key: found for one in pointers if (found := self._pointed(one)) is not None}
         given = source, listeners, has_policies, secrets
         if self._last is None or self._last[0] != given:

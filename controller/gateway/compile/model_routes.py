@@ -13,9 +13,9 @@ from controller.kube.conditions import (
     IN_DIRECTORY,
     NO_MISTAKE,
     WantedCondition,
-    WantedEntry,
-    WantedList,
+    WantedListItem,
     WantedStatus,
+    WantedStatusList,
     condition_false,
     condition_true,
 )
@@ -25,7 +25,7 @@ from extproc.api.spec import STEPS_LISTENER, object_key
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from controller.gateway.compile.gateway_api.listeners import Listeners, ParentResult
+    from controller.gateway.compile.gateway_api.listeners import Listeners, ParentRefResult
     from controller.gateway.compile.source_objects import SourceObject
     from extproc.api.spec import ParentReference
 
@@ -87,7 +87,7 @@ def compile_routes(
 
 def _names(source: SourceObject) -> tuple[str, ...]:
     """The model names that clients may request."""
-    return source.decoded.spec.names if isinstance(source.decoded, ModelRoute) else ()
+    return source.decoded.spec.model_names if isinstance(source.decoded, ModelRoute) else ()
 
 
 def _repeated(source: SourceObject) -> str:
@@ -139,7 +139,7 @@ def _compile(
     return _result(source, source.document(spec), conditions, missing, named, attached, statuses, served)
 
 
-def _attach(source: SourceObject, listeners: Listeners) -> tuple[list[ParentResult], list[str], list[str]]:
+def _attach(source: SourceObject, listeners: Listeners) -> tuple[list[ParentRefResult], list[str], list[str]]:
     """What became of its references, and names of the listeners that it is attached to and of those that are served."""
     asking = AttachingRoute(kind=MODEL_ROUTE, namespace=source.namespace)
     references = _references(source)
@@ -156,18 +156,18 @@ def _references(source: SourceObject) -> Sequence[ParentReference]:
     return source.decoded.spec.parent_refs if isinstance(source.decoded, ModelRoute) else ()
 
 
-def _parents(parents: Iterable[ParentResult], resolved: WantedCondition) -> WantedList:
+def _parents(parents: Iterable[ParentRefResult], resolved: WantedCondition) -> WantedStatusList:
     entries = tuple(
-        WantedEntry(
+        WantedListItem(
             identity={"parentRef": one.reference(), "controllerName": CONTROLLER_NAME},
             conditions=(one.accepted, resolved),
         )
         for one in parents
     )
-    return WantedList(name="parents", entries=entries)
+    return WantedStatusList(name="parents", entries=entries)
 
 
-def _not_served(source: SourceObject, parents: Sequence[ParentResult]) -> WantedCondition:
+def _not_served(source: SourceObject, parents: Sequence[ParentRefResult]) -> WantedCondition:
     """``parents``: of its references, those to Gateways of ours."""
     if not parents and (references := _references(source)):
         names = ", ".join(object_key(one.namespace or source.namespace, one.name) for one in references)
@@ -235,7 +235,7 @@ def _result(
     missing: Collection[str] = (),
     servers: Collection[str] = (),
     attached: Collection[str] = (),
-    parents: WantedList | None = None,
+    parents: WantedStatusList | None = None,
     served: Collection[str] = (),
 ) -> RouteResult:
     status = WantedStatus(
@@ -243,6 +243,6 @@ def _result(
         key=source.key,
         generation=source.generation,
         conditions=conditions,
-        lists=(parents or WantedList(name="parents", entries=()),),
+        lists=(parents or WantedStatusList(name="parents", entries=()),),
     )
     return RouteResult(document, frozenset(missing), status, frozenset(servers), frozenset(attached), frozenset(served))

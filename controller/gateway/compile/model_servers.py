@@ -12,8 +12,8 @@ from controller.gateway.compile.deletion_grace import GraceState, selected_label
 from controller.gateway.compile.inference_pools import PREFIX, pool_key, server_from_pool, server_key
 from controller.gateway.compile.pods import PRICE, PodIndex, parse_pod, pod_endpoints
 from controller.gateway.compile.referenced_secrets import (
-    ConnectionResult,
-    ReferencedKey,
+    CompiledConnection,
+    ReferencedObjectKey,
     bounded_name,
     compile_connection,
 )
@@ -29,7 +29,7 @@ from controller.kube.conditions import (
 from extproc.api.addresses import NETWORKS, OF_CLUSTER, Network, is_in, is_local_or_metadata_host, parse_endpoint
 from extproc.api.config_errors import ConfigInvalid, Mistake
 from extproc.api.config_loader import unexpected_error_mistake
-from extproc.api.decode import read_picker_file
+from extproc.api.document_decoder import read_picker_file
 from extproc.api.model_server import RETURNED, ModelServer, ModelServerSpec
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 
@@ -137,7 +137,7 @@ class ServerResult(msgspec.Struct, frozen=True):
     document: bytes | None
     status: WantedStatus
     files: Mapping[str, bytes] = {}
-    pointers: frozenset[ReferencedKey] = frozenset()
+    pointers: frozenset[ReferencedObjectKey] = frozenset()
     unconnected: str = ""
 
 
@@ -254,7 +254,7 @@ def _with_former(
 
 
 def _unconnected(
-    source: SourceObject, content: Mapping[str, Any], resolved: WantedCondition, connection: ConnectionResult
+    source: SourceObject, content: Mapping[str, Any], resolved: WantedCondition, connection: CompiledConnection
 ) -> ServerResult:
     """A server without endpoints: its requests are answered 503, as nothing of it may be sent to its engines."""
     conditions = (
@@ -269,7 +269,7 @@ def _unconnected(
     )
 
 
-def _with_connection(resolved: WantedCondition, connection: ConnectionResult) -> WantedCondition:
+def _with_connection(resolved: WantedCondition, connection: CompiledConnection) -> WantedCondition:
     """``resolved``, a condition about the EndpointPickerConfig, extended by the connection's references."""
     if connection.problem is None:
         if not connection.used:
@@ -443,7 +443,7 @@ class ModelServerCompiler:
         """Names and contents of the EndpointPickerConfigs that can be used."""
         return ((one.file, one.content) for one in self._pickers.values() if not one.problem)
 
-    def referenced_keys(self) -> frozenset[ReferencedKey]:
+    def referenced_keys(self) -> frozenset[ReferencedObjectKey]:
         """What connections refer to."""
         return frozenset(pointer for one in self.results.values() for pointer in one.pointers)
 

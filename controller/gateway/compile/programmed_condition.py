@@ -10,8 +10,8 @@ import msgspec
 from controller.gateway.compile.compiler import GATEWAY_FILE, file_name
 from controller.kube.conditions import (
     WantedCondition,
-    WantedList,
     WantedStatus,
+    WantedStatusList,
     condition_false,
     condition_true,
     find_list_item,
@@ -104,10 +104,10 @@ def _all_conditions(status: WantedStatus) -> Iterator[WantedCondition]:
 
 
 def _list_as_used(
-    wanted: WantedList,
+    wanted: WantedStatusList,
     observed: Mapping[str, Any],
     as_used: Callable[[tuple[WantedCondition, ...], Mapping[str, Any]], tuple[WantedCondition, ...]],
-) -> WantedList:
+) -> WantedStatusList:
     items = observed.get(wanted.name) or ()
     entries = [
         msgspec.structs.replace(one, conditions=as_used(one.conditions, find_list_item(one.identity, items)))

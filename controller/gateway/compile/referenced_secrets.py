@@ -51,7 +51,7 @@ def bounded_name(stem: str, suffix: str) -> str:
     return stem + suffix
 
 
-class ReferencedKey(msgspec.Struct, frozen=True, order=True):
+class ReferencedObjectKey(msgspec.Struct, frozen=True, order=True):
     """An object that is read by its name: a Secret or ConfigMap that something points to, or a definition. ``key``:
     ``namespace/name``, or the name of a definition.
     """
@@ -84,12 +84,12 @@ def parse_referenced_object(thing: Mapping[str, Any]) -> ReferencedObject:
     return ReferencedObject(data, thing["metadata"].get("annotations") or {})
 
 
-def referenced_file(pointer: ReferencedKey, name: str) -> str:
+def referenced_file(pointer: ReferencedObjectKey, name: str) -> str:
     """The file of the value called ``name``. Names of objects have no underscore, so no two values share a file."""
     return bounded_name(f"{pointer.kind.lower()}.{pointer.key.replace('/', '.', 1)}_{name}", f".{_SUFFIX}")
 
 
-def referenced_files(pointer: ReferencedKey, pointed: ReferencedObject, names: Iterable[str]) -> dict[str, bytes]:
+def referenced_files(pointer: ReferencedObjectKey, pointed: ReferencedObject, names: Iterable[str]) -> dict[str, bytes]:
     """The files of those values called ``names`` that are there."""
     return {referenced_file(pointer, name): pointed.data[name] for name in names if name in pointed.data}
 
@@ -123,11 +123,11 @@ def authorities_problem(pointed: ReferencedObject, name: str = "ca.crt") -> str:
     return ""
 
 
-Read = Callable[[ReferencedKey], ReferencedObject | None]
+Read = Callable[[ReferencedObjectKey], ReferencedObject | None]
 """The target of a pointer; None if it does not exist or is not read yet."""
 
 
-class ConnectionResult(msgspec.Struct, frozen=True, kw_only=True):
+class CompiledConnection(msgspec.Struct, frozen=True, kw_only=True):
     """``document``: the connection for the directory; None if it cannot be used, and ``problem`` has the reason.
     ``used``: the references, for people. ``pointers``: all Secrets and ConfigMaps read for it.
     """
@@ -136,12 +136,12 @@ class ConnectionResult(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, bytes] = {}
     problem: WantedCondition | None = None
     used: str = ""
-    pointers: frozenset[ReferencedKey] = frozenset()
+    pointers: frozenset[ReferencedObjectKey] = frozenset()
 
 
 def compile_connection(
     connection: EngineConnection, given: Mapping[str, Any], namespace: str, read: Read, *, signs: bool = False
-) -> ConnectionResult:
+) -> CompiledConnection:
     """``given``: ``connection`` as its object has it. ``namespace``: the object's, and that of all it refers to.
     ``signs``: its key is a credentials file of AWS.
     """
@@ -152,16 +152,16 @@ def compile_connection(
     ref = connection.api_key_ref
     if ref is not None:
         check = _credentials_problem if signs else _key_problem
-        pointer = ReferencedKey("Secret", found.key(ref.name))
+        pointer = ReferencedObjectKey("Secret", found.key(ref.name))
         document["apiKeyFile"] = found.file_for("InvalidApiKeyRef", pointer, ref.key, check)
     pointers = frozenset(found.used)
     if found.problems:
         reason = "; ".join(message for _, message in found.problems)
-        return ConnectionResult(
+        return CompiledConnection(
             document=None, problem=condition_false("ResolvedRefs", found.problems[0][0], reason), pointers=pointers
         )
     used = ", ".join(f"the {one.kind} '{one.key.partition('/')[2]}'" for one in found.used)
-    return ConnectionResult(document=document, files=found.files, used=used, pointers=pointers)
+    return CompiledConnection(document=document, files=found.files, used=used, pointers=pointers)
 
 
 def _tls(tls: EngineTls, given: Mapping[str, Any], found: _References) -> Mapping[str, Any]:
@@ -170,10 +170,10 @@ def _tls(tls: EngineTls, given: Mapping[str, Any], found: _References) -> Mappin
     ca, client = tls.ca_certificate_ref, tls.client_certificate_ref
     if ca is not None:
         document["caFile"] = found.file_for(
-            "InvalidCACertificateRef", ReferencedKey(ca.kind, found.key(ca.name)), ca.key, authorities_problem
+            "InvalidCACertificateRef", ReferencedObjectKey(ca.kind, found.key(ca.name)), ca.key, authorities_problem
         )
     if client is not None:
-        pointer = ReferencedKey("Secret", found.key(client.name))
+        pointer = ReferencedObjectKey("Secret", found.key(client.name))
         found.take("InvalidCertificateRef", pointer, _CLIENT_FILES, certificate_problem)
         crt, key = (referenced_file(pointer, name) for name in _CLIENT_FILES)
         document["clientCertificate"] = {"certFile": crt, "keyFile": key}
@@ -187,7 +187,7 @@ class _References:
         self._namespace = namespace
         self._read = read
         self.files: dict[str, bytes] = {}
-        self.used: dict[ReferencedKey, None] = {}
+        self.used: dict[ReferencedObjectKey, None] = {}
         self.problems: list[tuple[str, str]] = []
 
     def key(self, name: str) -> str:
@@ -195,14 +195,18 @@ class _References:
         return object_key(self._namespace, name)
 
     def file_for(
-        self, reason: str, pointer: ReferencedKey, name: str, check: Callable[[ReferencedObject, str], str]
+        self, reason: str, pointer: ReferencedObjectKey, name: str, check: Callable[[ReferencedObject, str], str]
     ) -> str:
         """The file of the value called ``name``; ``reason``: of the condition if ``check`` has something against it."""
         self.take(reason, pointer, (name,), lambda pointed: check(pointed, name))
         return referenced_file(pointer, name)
 
     def take(
-        self, reason: str, pointer: ReferencedKey, names: tuple[str, ...], problem_of: Callable[[ReferencedObject], str]
+        self,
+        reason: str,
+        pointer: ReferencedObjectKey,
+        names: tuple[str, ...],
+        problem_of: Callable[[ReferencedObject], str],
     ) -> None:
         """The values called ``names``, if ``problem_of`` has nothing against them."""
         self.used[pointer] = None

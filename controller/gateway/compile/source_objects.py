@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
-from controller.kube.kinds import GATEWAY_KINDS
+from controller.kube.custom_resources import GATEWAY_KINDS
 from extproc.api.config_errors import Mistake
-from extproc.api.decode import Object as Decoded
-from extproc.api.decode import decode
+from extproc.api.document_decoder import Object as Decoded
+from extproc.api.document_decoder import decode
 from extproc.api.spec import object_key
 from extproc.api.yaml_documents import Document
 

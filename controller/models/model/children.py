@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.api.crds.schema import to_plain
-from controller.kube.plan import without_paths
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     CONFIG_MAPS,
     MODEL_INFERS,
     MODEL_ROUTES,
     MODEL_SERVERS,
+    ApiResource,
     Object,
-    Resource,
 )
+from controller.kube.reconcile_plan import without_paths
 from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
 from controller.models.model.pod_templates import ADAPTERS_FILE, cache_warmers, model_infer_spec, short_digest
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
 from controller.models.runtimes.engine_settings import AGENT_PORT, model_format
 from controller.models.runtimes.prefill_connectors import gateway_connector
-from controller.models.runtimes.transformer_explainer import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, all_steps
+from controller.models.runtimes.transformers_and_explainers import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, all_steps
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from controller.api.model import Backend, Disaggregation
     from controller.api.serving_runtime import EngineConfig, ServingRuntimeSpec
-    from controller.api.transformer_explainer import Transformer
+    from controller.api.transformers_and_explainers import Transformer
     from controller.models.model.model_state import ModelSettings, ResolvedBackend, ResolvedModel
     from controller.models.runtimes.presets import Preset
 
@@ -351,7 +351,7 @@ def _least(model: ResolvedModel) -> int:
 class ChildObject(msgspec.Struct, frozen=True):
     """``yields``: fields that others may own."""
 
-    resource: Resource
+    resource: ApiResource
     thing: Object
     yields: tuple[tuple[str, ...], ...] = ()
 
@@ -420,7 +420,7 @@ def _of_model(model: ResolvedModel, settings: ModelSettings, ready: Mapping[str,
 
 def _object(
     model: ResolvedModel,
-    resource: Resource,
+    resource: ApiResource,
     name: str,
     content: Mapping[str, Any],
     labels: Mapping[str, str] | None = None,

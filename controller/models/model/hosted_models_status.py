@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 from controller.models.model.model_state import PURPOSE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
     from controller.models.model.model_state import ModelState, ReportedModel, ResolvedModel
 
 # Between two reads of the agents' lists.

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from controller.api.autoscaling import ScaleToZero
 from controller.api.model import Backend, HostedModel, ModelFormat, ModelSpec
-from controller.kube.resources import (
+from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
     AUTOSCALING_POLICY_BINDINGS,
     CONFIG_MAPS,
@@ -20,8 +20,8 @@ from controller.kube.resources import (
     MODEL_INFERS,
     MODEL_ROUTES,
     MODEL_SERVERS,
+    ApiResource,
     Object,
-    Resource,
 )
 from controller.models.runtimes import presets
 from controller.models.runtimes.config_layers import LayeredModel, NotMergeable, merge_engine_config, merge_layers
@@ -35,7 +35,7 @@ from controller.models.runtimes.engine_settings import (
     weights_from_uri,
 )
 from controller.models.runtimes.presets import Preset, PresetNotChosen, choose_preset
-from controller.models.runtimes.transformer_explainer import port_conflict, step_engine, steps_with_own_pods
+from controller.models.runtimes.transformers_and_explainers import port_conflict, step_engine, steps_with_own_pods
 from controller.models.runtimes.validation import (
     FILE_PATHS,
     block_size_mismatch,
@@ -45,11 +45,11 @@ from controller.models.runtimes.validation import (
 from extproc.api.quantities import decode_quantity
 
 if TYPE_CHECKING:
-    from controller.api.transformer_explainer import Step
+    from controller.api.transformers_and_explainers import Step
     from extproc.api.model_server import ServingProtocol
 
 # In the order of application; objects that are no longer desired are deleted in reverse order.
-CHILDREN: Final[tuple[Resource, ...]] = (
+CHILDREN: Final[tuple[ApiResource, ...]] = (
     CONFIG_MAPS,
     DAEMON_SETS,
     JOBS,

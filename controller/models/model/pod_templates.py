@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.api.crds.schema import to_plain
-from controller.kube.resources import DAEMON_SETS, JOBS, Resource
+from controller.kube.api_resources import DAEMON_SETS, JOBS, ApiResource
 from controller.models.model.model_state import BACKEND, MODEL, PURPOSE
 from controller.models.runtimes.config_layers import strategic_merge
 from controller.models.runtimes.engine_settings import (
@@ -24,7 +24,7 @@ from controller.models.runtimes.engine_settings import (
     engine_settings,
     gpus_per_pod,
 )
-from controller.models.runtimes.transformer_explainer import COLOCATED, TRANSFORMER, readiness_probe, step_engine
+from controller.models.runtimes.transformers_and_explainers import COLOCATED, TRANSFORMER, readiness_probe, step_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -355,7 +355,7 @@ def why_no_warming(model: ResolvedModel) -> str:
     return ""
 
 
-def cache_warmers(model: ResolvedModel, settings: ModelSettings) -> Iterator[tuple[Resource, str, dict[str, Any]]]:
+def cache_warmers(model: ResolvedModel, settings: ModelSettings) -> Iterator[tuple[ApiResource, str, dict[str, Any]]]:
     """The kind, name and spec of what fetches the weights ahead."""
     if not model.spec.warm or why_no_warming(model):
         return

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.kube.plan import Apply, Delete, KubeEvent, Plan
-from controller.kube.resources import MODEL_SERVERS, Object, key_of
+from controller.kube.api_resources import MODEL_SERVERS, Object, key_of
+from controller.kube.reconcile_plan import Apply, Delete, KubeEvent, Plan
 from controller.models.model.children import (
     ChildObject,
     add_digest_annotation,

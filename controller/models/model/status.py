@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 from controller.models.model.children import is_up_to_date, traffic_weights
 from controller.models.model.hosted_models_status import failed_models, hosted_models_status
 from controller.models.model.model_state import BACKEND, PURPOSE
@@ -19,7 +19,7 @@ from controller.models.runtimes.prefill_connectors import why_sidecar_needed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
     from controller.models.model.children import ChildObject
     from controller.models.model.model_state import ModelState, ResolvedBackend, ResolvedModel, Unresolved
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube.plan import Action, Annotate, Apply, Create, Delete, KubeEvent, SetStatus
-from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFER_ROLES, PODS, SERVICES, Object, key_of
+from controller.kube.api_resources import CONTROLLER_REVISIONS, MODEL_INFER_ROLES, PODS, SERVICES, Object, key_of
+from controller.kube.reconcile_plan import Action, Annotate, Apply, Create, Delete, KubeEvent, SetStatus
 from controller.models.model_infer import names
 from controller.models.model_infer.desired_state import controller_revision, owner_reference
-from controller.models.model_infer.gang import gang_marks
+from controller.models.model_infer.gang import gang_pod_metadata
 from controller.models.model_infer.groups import entry_pods
 from controller.models.model_infer.pod_state import is_owned
 
@@ -177,7 +177,7 @@ def build_service(owner: Object, place: PodPosition) -> Object:
     }
 
 
-def scale_unit_positions(groups: Sequence[Group], missing: Sequence[MissingPod]) -> frozenset[PodPosition]:
+def scale_label_positions(groups: Sequence[Group], missing: Sequence[MissingPod]) -> frozenset[PodPosition]:
     """Which of the pods that are made carry it: the first entry pod of a group of which no pod does."""
     has_one = {one.ordinal for one in groups if any(pod.is_scale_unit for pod in one.pods)}
     found: dict[int, PodPosition] = {}
@@ -189,7 +189,7 @@ def scale_unit_positions(groups: Sequence[Group], missing: Sequence[MissingPod])
 
 def scale_label_corrections(groups: Sequence[Group], missing: Sequence[MissingPod]) -> Iterator[Annotate]:
     """Pods that get or lose the label, because the one that had it is gone for good, or two have it."""
-    made = {one.group for one in scale_unit_positions(groups, missing)}
+    made = {one.group for one in scale_label_positions(groups, missing)}
     for group in groups:
         live = [one for one in entry_pods(group.replicas) if not one.is_going]
         has = [one for one in live if one.is_scale_unit]
@@ -341,9 +341,9 @@ def new_pods(
     missing: Sequence[MissingPod], target: DesiredState, groups: Sequence[Group], form: Form | None
 ) -> Iterator[Create]:
     """In the order in which they are missing."""
-    counted = scale_unit_positions(groups, missing)
+    counted = scale_label_positions(groups, missing)
     for one in missing:
-        marked = gang_marks(one.place, one.revision, target, form)
+        marked = gang_pod_metadata(one.place, one.revision, target, form)
         ask = PodOptions(
             owner=target.owner,
             labels=marked.labels,

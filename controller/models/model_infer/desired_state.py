@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 
-from controller.api.common import ObjectMetadata, PodTemplate, Replicas, ShortName
 from controller.api.model_infer import ModelInfer, ModelInferSpec, Workers
-from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFERS, Object, parse_timestamp
+from controller.api.shared_types import ObjectMetadata, PodTemplate, Replicas, ShortName
+from controller.kube.api_resources import CONTROLLER_REVISIONS, MODEL_INFERS, Object, parse_timestamp
 from controller.models.model_infer import names
 from controller.models.model_infer.pod_state import is_owned
 from extproc.api.quantities import decode_quantity
 
 if TYPE_CHECKING:
-    from controller.api.common import IntOrPercent
     from controller.api.model_infer import GroupTemplate, Role
+    from controller.api.shared_types import IntOrPercent
     from controller.models.model_infer.model_infer_state import ModelInferState
 
 _DIGITS: Final = 10

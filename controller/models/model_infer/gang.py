@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from controller.api.pod_spec_checks import resource_requests
-from controller.kube.plan import Apply, Create, Delete, KubeEvent
-from controller.kube.resources import SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, key_of
+from controller.kube.api_resources import SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, key_of
+from controller.kube.reconcile_plan import Apply, Create, Delete, KubeEvent
 from controller.models.model_infer import names
 from controller.models.model_infer.desired_state import owner_reference
 from controller.models.model_infer.pod_changes import MissingPod
@@ -24,7 +24,7 @@ from extproc.api.spec import requirement_holds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from controller.kube.resources import Object, Resource
+    from controller.kube.api_resources import ApiResource, Object
     from controller.models.model_infer.desired_state import DesiredState, Revision
     from controller.models.model_infer.groups import Group
     from controller.models.model_infer.model_infer_state import ModelInferState, NodeCapacity
@@ -158,7 +158,7 @@ def _queue(target: DesiredState) -> str:
     return str((target.owner["metadata"].get("labels") or {}).get(_KUEUE_QUEUE, ""))
 
 
-def gang_marks(place: PodPosition, revision: Revision, target: DesiredState, form: Form | None) -> GangMetadata:
+def gang_pod_metadata(place: PodPosition, revision: Revision, target: DesiredState, form: Form | None) -> GangMetadata:
     """Of one pod."""
     name = names.pod_group_name(target.name, place.group)
     match form:
@@ -222,16 +222,16 @@ def pod_group_deletions(
             yield Delete(found, key_of(one), one["metadata"].get("uid", ""))
 
 
-def _kind(form: Form | None) -> Resource | None:
-    kinds: Mapping[str | None, Resource] = {"Volcano": VOLCANO_POD_GROUPS, "SchedulerPlugins": SCHEDULER_POD_GROUPS}
+def _kind(form: Form | None) -> ApiResource | None:
+    kinds: Mapping[str | None, ApiResource] = {"Volcano": VOLCANO_POD_GROUPS, "SchedulerPlugins": SCHEDULER_POD_GROUPS}
     return kinds.get(form)
 
 
-def _is_of(thing: Object, kind: Resource) -> bool:
+def _is_of(thing: Object, kind: ApiResource) -> bool:
     return str(thing.get("apiVersion", "")).partition("/")[0] == kind.group
 
 
-def _pod_group(ordinal: int, revision: Revision, target: DesiredState, kind: Resource) -> Object:
+def _pod_group(ordinal: int, revision: Revision, target: DesiredState, kind: ApiResource) -> Object:
     together = gang_pod_specs(revision, target)
     spec: dict[str, Any] = {"minMember": len(together)}
     resources = total_requests(together)

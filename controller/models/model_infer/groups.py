@@ -254,7 +254,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return [one for one in self.replicas if one.place.role == role]
 
 
-def group_pods(pods: Sequence[Pod], target: DesiredState) -> tuple[Group, ...]:
+def groups_from_pods(pods: Sequence[Pod], target: DesiredState) -> tuple[Group, ...]:
     """By ordinal."""
     by_group: dict[int, list[Pod]] = defaultdict(list)
     for one in pods:
@@ -310,7 +310,7 @@ def _serves(replicas: Sequence[Replica], wanted: Mapping[str, int]) -> bool:
     return any(wanted.values()) and all(ready.count(role) >= count for role, count in wanted.items())
 
 
-def group_candidate(
+def group_removal_candidate(
     group: Group, loads: Mapping[str, PodLoad], *, is_outdated: bool, is_protected: bool
 ) -> RemovalCandidate:
     """A group as input for the choice of members to remove."""
@@ -327,7 +327,7 @@ def group_candidate(
     )
 
 
-def replica_candidate(replica: Replica, loads: Mapping[str, PodLoad], *, is_outdated: bool) -> RemovalCandidate:
+def replica_removal_candidate(replica: Replica, loads: Mapping[str, PodLoad], *, is_outdated: bool) -> RemovalCandidate:
     """The same of one replica of a role."""
     found = [loads.get(one.key) for one in entry_pods([replica])]
     return RemovalCandidate(

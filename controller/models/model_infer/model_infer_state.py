@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from controller.kube.resources import Object
+from controller.kube.api_resources import Object
 
 
 class PodLoad(msgspec.Struct, frozen=True):

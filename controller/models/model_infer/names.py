@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.wire_protocol import REVISION_LABEL
+from extproc.wire_names import REVISION_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

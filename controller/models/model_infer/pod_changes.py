@@ -14,9 +14,9 @@ from controller.models.model_infer.groups import (
     Replica,
     RolloutBounds,
     entry_pods,
-    group_candidate,
     group_changes,
-    replica_candidate,
+    group_removal_candidate,
+    replica_removal_candidate,
 )
 from controller.models.model_infer.names import PodPosition
 from controller.models.model_infer.pod_state import Pod
@@ -24,8 +24,8 @@ from controller.models.model_infer.pod_state import Pod
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from controller.api.common import IntOrPercent
     from controller.api.model_infer import Role
+    from controller.api.shared_types import IntOrPercent
     from controller.models.model_infer.desired_state import DesiredState, RevisionHistory
     from controller.models.model_infer.groups import Group
     from controller.models.model_infer.model_infer_state import ModelInferState, PodLoad
@@ -73,7 +73,7 @@ def remove_replicas(replicas: Sequence[Replica]) -> PodChanges:
     )
 
 
-def missing_pods(group: int, revision: Revision, role: RoleRevision, replica: int) -> tuple[MissingPod, ...]:
+def missing_replica_pods(group: int, revision: Revision, role: RoleRevision, replica: int) -> tuple[MissingPod, ...]:
     """A whole replica, entry pod first."""
     return tuple(
         MissingPod(place=PodPosition(group, role.name, replica, index), revision=revision, role=role)
@@ -88,7 +88,7 @@ def create_group(ordinal: int, revision: Revision, target: DesiredState) -> PodC
             one
             for role in revision.roles
             for replica in range(target.replicas_of(revision, role.name))
-            for one in missing_pods(ordinal, revision, role, replica)
+            for one in missing_replica_pods(ordinal, revision, role, replica)
         )
     )
 
@@ -186,7 +186,9 @@ def _changed(
     found = [remove_replicas(gone)]
     for role in revision.roles:
         replicas = group.replicas_of_role(role.name)
-        members = [replica_candidate(one, observed.loads, is_outdated=one.place in outdated) for one in replicas]
+        members = [
+            replica_removal_candidate(one, observed.loads, is_outdated=one.place in outdated) for one in replicas
+        ]
         found.append(
             _of_role(
                 group.ordinal,
@@ -217,7 +219,11 @@ def _of_role(
         remove_replicas(leaving),
         missing=(
             *(pod for one in staying for pod in _missing_of(one, revision, history)),
-            *(pod for one in (*made.new, *made.new_as_old) for pod in missing_pods(ordinal, revision, role, one)),
+            *(
+                pod
+                for one in (*made.new, *made.new_as_old)
+                for pod in missing_replica_pods(ordinal, revision, role, one)
+            ),
         ),
         asks_loads_of=asked,
     )
@@ -231,7 +237,7 @@ def _missing_of(replica: Replica, revision: Revision, history: RevisionHistory) 
     if found is None or len(replica.live_pods) != len(replica.pods):
         return []
     there = {one.place.index for one in replica.pods}
-    whole = missing_pods(replica.place.group, *found, replica.place.replica)
+    whole = missing_replica_pods(replica.place.group, *found, replica.place.replica)
     return [one for one in whole if one.place.index not in there]
 
 
@@ -258,7 +264,7 @@ def pod_changes(
     by_role = target.spec.rollout.unit == "Role"
     size = _size(groups, target, is_moving=is_moving, by_role=by_role)
     members = [
-        group_candidate(
+        group_removal_candidate(
             one,
             observed.loads,
             is_outdated=is_outdated(one, target) and not by_role,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.api.drain_mark import DRAINING, drain_recheck_at
-from controller.kube.plan import Annotate, Delete
-from controller.kube.resources import PODS, timestamp_of
+from controller.kube.api_resources import PODS, timestamp_of
+from controller.kube.reconcile_plan import Annotate, Delete
 from controller.models.model_infer.groups import entry_pods
 
 if TYPE_CHECKING:

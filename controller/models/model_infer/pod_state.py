@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.api.drain_mark import DELETION_COST, DRAINING
-from controller.kube.resources import Object, key_of, parse_timestamp
+from controller.kube.api_resources import Object, key_of, parse_timestamp
 from controller.models.model_infer import names
 from controller.models.model_infer.names import PodPosition, position_from_labels
 from extproc.api.config_errors import replace_unprintable

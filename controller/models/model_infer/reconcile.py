@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from controller.api.model_infer import pod_limit_errors, validation_errors
-from controller.kube.plan import Plan
+from controller.kube.reconcile_plan import Plan
 from controller.models.model_infer import child_objects
 from controller.models.model_infer.child_objects import role_scales
 from controller.models.model_infer.desired_state import desired_state, parse_model_infer
 from controller.models.model_infer.gang import pod_group_actions, pod_group_deletions, schedule_gangs
-from controller.models.model_infer.groups import group_pods
+from controller.models.model_infer.groups import groups_from_pods
 from controller.models.model_infer.pod_changes import pod_changes, pods_to_create
 from controller.models.model_infer.pod_removal import drain
 from controller.models.model_infer.pod_state import parse_owned_pods
@@ -46,7 +46,7 @@ def reconcile(observed: ModelInferState, now_s: float) -> Plan:
     # roles may have scales of their own, which no webhook sees
     if wrong := list(pod_limit_errors(found.spec, target.counts)):
         return Plan(status=refused_status(thing, wrong))
-    groups = group_pods(parse_owned_pods(observed.pods, target.uid, observed.lost_nodes), target)
+    groups = groups_from_pods(parse_owned_pods(observed.pods, target.uid, observed.lost_nodes), target)
     rollout = rollout_state(groups, target, now_s)
     wanted = pod_changes(groups, target, observed, is_moving=rollout.is_moving)
     recovered = recover(groups, target, observed, wanted.unwanted, now_s)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from controller.kube.plan import Delete, KubeEvent
-from controller.kube.resources import parse_timestamp, timestamp_of
+from controller.kube.api_resources import parse_timestamp, timestamp_of
+from controller.kube.reconcile_plan import Delete, KubeEvent
 from controller.models.model_infer.names import PodPosition
 from controller.models.model_infer.pod_removal import pod_deletion
 from controller.models.model_infer.pod_state import LOST_AFTER_S, Pod, PodFailure, pod_failure
@@ -19,7 +19,7 @@ from controller.models.model_infer.pod_state import LOST_AFTER_S, Pod, PodFailur
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
     from controller.models.model_infer.desired_state import DesiredState, Revision
     from controller.models.model_infer.groups import Group, Replica
     from controller.models.model_infer.model_infer_state import ModelInferState

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.kube.plan import Annotate, KubeEvent
-from controller.kube.resources import CONTROLLER_REVISIONS, parse_timestamp, timestamp_of
+from controller.kube.api_resources import CONTROLLER_REVISIONS, parse_timestamp, timestamp_of
+from controller.kube.reconcile_plan import Annotate, KubeEvent
 from controller.models.model_infer import names
 from controller.models.model_infer.pod_changes import is_outdated
 from controller.models.model_infer.recovery import recorded_attempts
@@ -25,7 +25,7 @@ BLOCKED: Final = "BlockedByFailedLoad"
 Phase = Literal["UpToDate", "InProgress", "Paused", "BlockedByFailedLoad"]
 
 
-class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
     """``phase``: a reason of the condition Progressing. ``message``: for people. ``is_moving``: groups may be replaced.
     ``notes``: annotations of ControllerRevisions, read by the next reconcile. ``requeue_at_s``: when it fails, if
     nothing becomes ready.
@@ -38,7 +38,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     requeue_at_s: float | None = None
 
 
-def rollout_state(groups: Sequence[Group], target: DesiredState, now_s: float) -> Rollout:
+def rollout_state(groups: Sequence[Group], target: DesiredState, now_s: float) -> RolloutProgress:
     """Deadlines count only while an older revision can serve instead."""
     update, settings = target.history.update, target.spec.rollout
     old = {one.ordinal for one in groups if is_outdated(one, target)}
@@ -49,10 +49,10 @@ def rollout_state(groups: Sequence[Group], target: DesiredState, now_s: float) -
     is_done = not old and not waiting and missing <= 0
     notes = tuple(_notes(target, now_s, is_done=is_done))
     if is_done:
-        return Rollout(phase="UpToDate", message=_done(target), is_moving=True, notes=notes)
+        return RolloutProgress(phase="UpToDate", message=_done(target), is_moving=True, notes=notes)
     if settings.paused and old:
         message = f"{len(old)} groups wait for the rollout of revision {update.hash}, which is paused"
-        return Rollout(phase=PAUSED, message=message, is_moving=False, notes=notes)
+        return RolloutProgress(phase=PAUSED, message=message, is_moving=False, notes=notes)
     counts = update.hash != target.current.hash and not update.reached
     fails_at_s = _last_progress_s(groups, target) + settings.progress_deadline
     if counts and now_s >= fails_at_s and (_was_tried(groups, target) or _was_blocked(target)):
@@ -65,7 +65,7 @@ def rollout_state(groups: Sequence[Group], target: DesiredState, now_s: float) -
     message = f"{len(new)} of {target.spec.replicas} groups have revision {update.hash}{_waiting(waiting)}"
     # a revision that is only being made has not begun
     at_s = fails_at_s if counts and update.uid else None
-    return Rollout(phase="InProgress", message=message, is_moving=True, notes=notes, requeue_at_s=at_s)
+    return RolloutProgress(phase="InProgress", message=message, is_moving=True, notes=notes, requeue_at_s=at_s)
 
 
 def _was_tried(groups: Sequence[Group], target: DesiredState) -> bool:
@@ -87,23 +87,23 @@ def _done(target: DesiredState) -> str:
     return f"all groups have revision {update.hash}"
 
 
-def _failed(target: DesiredState, waiting: Sequence[int], notes: tuple[Annotate, ...], now_s: float) -> Rollout:
+def _failed(target: DesiredState, waiting: Sequence[int], notes: tuple[Annotate, ...], now_s: float) -> RolloutProgress:
     update, settings = target.history.update, target.spec.rollout
     message = f"revision {update.hash} made no progress for {settings.progress_deadline}{_waiting(waiting)}; "
     if settings.on_failure == "RollBack" and update.uid:
         failed = _note(target, {names.FAILED: timestamp_of(now_s)})
         message += f"going back to {target.current.hash}"
-        return Rollout(phase=BLOCKED, message=message, is_moving=False, notes=(*notes, failed))
+        return RolloutProgress(phase=BLOCKED, message=message, is_moving=False, notes=(*notes, failed))
     message += f"it has stopped, and {target.current.hash} serves"
-    return Rollout(phase=BLOCKED, message=message, is_moving=False, notes=notes)
+    return RolloutProgress(phase=BLOCKED, message=message, is_moving=False, notes=notes)
 
 
-def _gone_back(target: DesiredState, is_moving: bool) -> Rollout:
+def _gone_back(target: DesiredState, is_moving: bool) -> RolloutProgress:
     """``is_moving``: not all groups are back."""
     message = f"revision {target.history.update.hash} did not become ready; " + (
         f"groups go back to {target.goal.hash}" if is_moving else f"all groups are back at {target.goal.hash}"
     )
-    return Rollout(phase=BLOCKED, message=message, is_moving=not target.spec.rollout.paused)
+    return RolloutProgress(phase=BLOCKED, message=message, is_moving=not target.spec.rollout.paused)
 
 
 def _waiting(ordinals: Sequence[int]) -> str:
@@ -143,7 +143,7 @@ def _note(target: DesiredState, annotations: dict[str, str | None]) -> Annotate:
     return Annotate(CONTROLLER_REVISIONS, update.key, update.uid, annotations)
 
 
-def rollout_events(target: DesiredState, now: Rollout) -> Iterator[KubeEvent]:
+def rollout_events(target: DesiredState, now: RolloutProgress) -> Iterator[KubeEvent]:
     """Events where the phase differs from the status. Groups that start or recover are no rollout."""
     before = target.owner.get("status") or {}
     reasons = {one.get("type"): one.get("reason") for one in before.get("conditions") or ()}

@@ -16,11 +16,11 @@ from controller.models.model_infer.rollout import BLOCKED
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
     from controller.models.model_infer.desired_state import DesiredState
     from controller.models.model_infer.groups import Group
     from controller.models.model_infer.model_infer_state import ModelInferState
-    from controller.models.model_infer.rollout import Rollout
+    from controller.models.model_infer.rollout import RolloutProgress
 
 _LONGEST: Final = 2000
 _MOST_NAMED: Final = 3
@@ -44,7 +44,7 @@ class DegradedReason(msgspec.Struct, frozen=True):
 
 
 def model_infer_conditions(
-    groups: Sequence[Group], target: DesiredState, rollout: Rollout, problems: Sequence[DegradedReason]
+    groups: Sequence[Group], target: DesiredState, rollout: RolloutProgress, problems: Sequence[DegradedReason]
 ) -> list[Condition]:
     """In the order in which people read them."""
     return [
@@ -71,7 +71,7 @@ def available_condition(groups: Sequence[Group], target: DesiredState) -> Condit
     return Condition("Available", "True", "AllGroupsReady" if ready >= wanted else "EnoughGroupsReady", message)
 
 
-def progressing_condition(rollout: Rollout) -> Condition:
+def progressing_condition(rollout: RolloutProgress) -> Condition:
     """True while a change is in progress that may still succeed."""
     status: Literal["True", "False", "Unknown"] = "True" if rollout.phase == "InProgress" else "False"
     return Condition("Progressing", "Unknown" if rollout.phase == "Paused" else status, rollout.phase, rollout.message)
@@ -90,7 +90,7 @@ def degraded_reasons(
     groups: Sequence[Group],
     target: DesiredState,
     observed: ModelInferState,
-    rollout: Rollout,
+    rollout: RolloutProgress,
     held: Sequence[DegradedReason],
 ) -> list[DegradedReason]:
     """The rollout's first, then those of pods, then those of the cluster. ``held``: of what waits to be made."""
@@ -124,7 +124,7 @@ def _as_problem(failure: PodFailure, target: DesiredState) -> DegradedReason:
 def model_infer_status(
     groups: Sequence[Group],
     target: DesiredState,
-    rollout: Rollout,
+    rollout: RolloutProgress,
     *,
     conditions: Sequence[Condition],
     failed: Collection[int],
@@ -162,7 +162,7 @@ def refused_status(thing: Object, mistakes: Sequence[str]) -> Mapping[str, Any]:
     }
 
 
-def _current_after(target: DesiredState, rollout: Rollout) -> str:
+def _current_after(target: DesiredState, rollout: RolloutProgress) -> str:
     """The new revision is the current one as soon as all groups serve with it, none kept back."""
     is_done = rollout.phase == "UpToDate" and target.first_updated_ordinal == 0
     return target.goal.hash if is_done else target.current.hash

@@ -21,7 +21,7 @@ from controller.api.pod_spec_checks import pod_spec_type_errors
 from controller.api.serving_runtime import EngineConfig
 from extproc.api.config_errors import format_path
 from extproc.api.quantities import decode_quantity
-from extproc.api.schema import check_shape
+from extproc.api.schema_validation import check_shape
 
 _DIRECTIVE: Final = "$patch"
 # By the field's name, which has one meaning in a PodSpec.
@@ -51,7 +51,7 @@ _ONE_SOURCE: Final = frozenset({"volumes", "env"})
 _POD_FIELDS: Final = frozenset({"pod", "spotPod"})
 
 
-def collect_layers(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def merge_all_but_pod_specs(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Partial ModelSpecs or EngineConfigs as plain data, the lowest first.
 
     Partial PodSpecs are collected in a list, the lowest first: what one of them deletes may stand in a runtime's
@@ -72,14 +72,14 @@ def _all(layers: Iterable[Mapping[str, Any]], keyed: Mapping[str, str]) -> dict[
     return found
 
 
-def fold_layers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """The result of ``collect_layers`` as documents have it: one PodSpec where it has collected several."""
+def merge_pod_spec_layers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """The result of ``merge_all_but_pod_specs`` as documents have it: one PodSpec where it has collected several."""
     if isinstance(value, Mapping):
         return {
-            name: strategic_merge(*pod_spec_layers(one)) if name in _POD_FIELDS else fold_layers(one)
+            name: strategic_merge(*pod_spec_layers(one)) if name in _POD_FIELDS else merge_pod_spec_layers(one)
             for name, one in value.items()
         }
-    return [fold_layers(one) for one in value] if isinstance(value, list) else value
+    return [merge_pod_spec_layers(one) for one in value] if isinstance(value, list) else value
 
 
 def pod_specs_in(value: object, where: str = "spec") -> Iterator[tuple[str, object]]:
@@ -199,8 +199,8 @@ def merge_layers(
     for name, layer in (*zip(raw.get("baseRefs") or (), layers, strict=True), ("", raw)):
         if wrong := [one for field, pod in pod_specs_in(layer) for one in pod_spec_type_errors(pod, field)]:
             raise NotMergeable((f"ModelTemplate {name}: " if name else "") + "; ".join(wrong))
-    found = collect_layers(*layers, raw)
-    folded = fold_layers(found)
+    found = merge_all_but_pod_specs(*layers, raw)
+    folded = merge_pod_spec_layers(found)
     try:
         return LayeredModel(msgspec.convert(folded, ModelSpec, dec_hook=decode_quantity), found)
     except (msgspec.ValidationError, ValueError):
@@ -218,9 +218,9 @@ class ConfigLayers(msgspec.Struct, frozen=True):
 
 def merge_engine_config(*layers: Mapping[str, Any]) -> ConfigLayers:
     """``layers``: the lowest first. Raises NotMergeable."""
-    found = collect_layers(*layers)
+    found = merge_all_but_pod_specs(*layers)
     try:
-        config = msgspec.convert(fold_layers(found), EngineConfig, dec_hook=decode_quantity)
+        config = msgspec.convert(merge_pod_spec_layers(found), EngineConfig, dec_hook=decode_quantity)
     except (msgspec.ValidationError, ValueError) as error:
         raise NotMergeable(f"the config over the runtime's has a mistake: {error}") from None
     return ConfigLayers(config, tuple(pod_spec_layers(found.get("pod"))))

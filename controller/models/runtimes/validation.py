@@ -14,7 +14,7 @@ from controller.api.pod_spec_checks import pod_spec_type_errors, resources_type_
 from controller.models.runtimes.engine_settings import BATCHED_PORT, gpus_per_pod, uses_setting
 from controller.models.runtimes.prefill_connectors import gateway_connector, why_sidecar_needed
 from controller.models.runtimes.presets import built_in_presets
-from controller.models.runtimes.transformer_explainer import step_validation_errors, steps_with_own_pods
+from controller.models.runtimes.transformers_and_explainers import step_validation_errors, steps_with_own_pods
 from extproc.api.model_server import oversized_models
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import msgspec
 
 from controller.api.autoscaling import GATEWAY_METRICS, schedule_mistakes
 from controller.api.autoscaling_policy import STRATEGIES, AutoscalingPolicySpec
-from controller.api.common import matches_accelerator
 from controller.api.model_infer import validation_errors as model_infer_mistakes
 from controller.api.serving_runtime import ServingRuntimeSpec
+from controller.api.shared_types import matches_accelerator
 from controller.gateway.compile.inference_pools import PREFIX
 from controller.gateway.compile.model_servers import LABEL, compile_picker
 from controller.gateway.compile.source_objects import decode_source
-from controller.kube.kinds import GATEWAY_KINDS, KINDS
+from controller.kube.custom_resources import GATEWAY_KINDS, KINDS
 from controller.models.runtimes.engine_settings import NAMES, unknown_settings
 from controller.models.runtimes.validation import validation_errors as model_mistakes
 from extproc.api.quantities import decode_quantity
@@ -217,7 +217,7 @@ def referring_objects(kind: str, key: str, known: Known) -> Iterator[str]:
                 yield f"AutoscalingPolicyBinding {other} still names it; its targets are not scaled any more"
 
 
-def metric_kind(kind: str) -> str:
+def kind_metric_label(kind: str) -> str:
     """``kind`` in metrics. Requests may contain any kind: unknown kinds share one name."""
     return kind if kind in _DOCUMENTS or kind in _OTHERS or kind == "ConfigMap" else "other"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self
 import msgspec
 import numpy as np
 
-from extproc.api.picker_flow_control import AGENT_IDENTITY, SESSION_HEADERS, AgentIdentity
+from extproc.api.picker_flow_control import AGENT_IDENTITY, SESSION_HEADERS, AgentSessionHeaders
 from extproc.api.session_affinity import (
     UNUSED,
     SessionAffinityParameters,
@@ -40,8 +40,8 @@ def _headers_of(source: SessionSource, others: Mapping[str, Any]) -> tuple[str, 
     if source.header:
         return (source.header.lower(),)
     producer = others.get(source.attribute)
-    if not isinstance(producer, SessionIdProducer | AgentIdentity):
-        cls = AgentIdentity if source.attribute == AGENT_IDENTITY else SessionIdProducer
+    if not isinstance(producer, SessionIdProducer | AgentSessionHeaders):
+        cls = AgentSessionHeaders if source.attribute == AGENT_IDENTITY else SessionIdProducer
         producer = next((one for one in others.values() if isinstance(one, cls)), None)
     if producer is not None:
         return producer.headers
@@ -182,7 +182,7 @@ class SessionAffinityFilter(_SessionAffinityBase, frozen=True):
         return only
 
 
-class ThunderAgent(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class ThunderAgentAffinity(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``thunder-agent``: sessions of agents stay on their endpoints, as with ``session-affinity-scorer``.
 
     Named as ``fairnessPolicyRef``, it is ``program-aware-fairness``; as ``saturationDetector``,

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_waiting
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.scheduling.endpoint_masks import rows_running_adapter
 from extproc.scheduling.framework import Filter
 from extproc.scheduling.plugins.latency import LatencyScorer, hashed_uniforms
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from extproc.endpoints.table import Bools, Floats
-    from extproc.scheduling.framework import Decider, Profile
+    from extproc.scheduling.framework import PrefillDecider, Profile
     from extproc.scheduling.picker import Pick, View
 
 _PREDICTION_HEADER = "x-prediction-based-scheduling"
@@ -173,7 +173,7 @@ class SloAwareProfileHandler(msgspec.Struct, frozen=True, rename="camel", forbid
         return f"there is no profile '{missing[0]}'; add it to schedulingProfiles" if missing else None
 
     def run(
-        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, PrefillDecider], rng: random.Random
     ) -> Pick:
         """Run the profile; raises BadRequest if the header is neither true nor false."""
         del deciders

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from extproc.endpoints.engine_reports import estimated_kv_usage, estimated_running, estimated_waiting
-from extproc.errors import Shed
+from extproc.refusals import Shed
 from extproc.scheduling.plugins.ineffective_parameters import LEARNED_LATENCY, ONE_INDEX
 from extproc.scheduling.plugins.load_scorers import scores_for_less_is_better
-from extproc.wire_protocol import SLO_TPOT_MS, SLO_TTFT_MS
+from extproc.wire_names import SLO_TPOT_MS, SLO_TTFT_MS
 
 if TYPE_CHECKING:
     import random

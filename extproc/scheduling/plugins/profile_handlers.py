@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.errors import BadRequest, NoEndpoint
+from extproc.refusals import BadRequest, NoEndpoint
 from extproc.scheduling.endpoint_masks import label_groups, rows_with_labels
-from extproc.scheduling.framework import Decider, Profile
+from extproc.scheduling.framework import PrefillDecider, Profile
 from extproc.scheduling.picker import Pick, PluginFailed, View
 from extproc.scheduling.plugins.ineffective_parameters import (
     INDEX_SIZE,
@@ -52,7 +52,7 @@ class SingleProfileHandler(msgspec.Struct, frozen=True, rename="camel", forbid_u
         )
 
     def run(
-        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, PrefillDecider], rng: random.Random
     ) -> Pick:
         """Run the profile."""
         del deciders
@@ -73,7 +73,7 @@ class HeaderProfileHandler(msgspec.Struct, frozen=True, rename="camel", forbid_u
         return f"there is no profile '{self.default_profile}' for requests without the header; set defaultProfile"
 
     def run(
-        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, PrefillDecider], rng: random.Random
     ) -> Pick:
         """Run the profile; raises BadRequest if the header names none."""
         del deciders
@@ -93,7 +93,7 @@ class HeaderPhaseHandler(HeaderProfileHandler, frozen=True):
     header_name: str = "EPP-Phase"
 
 
-class PrefixBasedDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class PrefixBasedPrefillDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``prefix-based-pd-decider``: remote prefill if the decode endpoint lacks enough of the prompt.
 
     The condition is ``prompt >= max(n, m)`` and ``prompt - cached >= n`` with n = ``nonCachedTokens`` (0: never) and
@@ -113,7 +113,7 @@ class PrefixBasedDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unk
         return prompt - float(view.demand.cached_tokens[decode_row]) >= least
 
 
-class AlwaysDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class AlwaysRemotePrefillDecider(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """llm-d's ``always-disagg-pd-decider``: always remote prefill."""
 
     def wants_prefill(self, view: View, decode_row: int) -> bool:
@@ -155,7 +155,7 @@ class EncodeDecodeProfileHandler(msgspec.Struct, frozen=True, rename="camel", fo
         return f"there is no profile '{self.decode_profile}'; add it to schedulingProfiles"
 
     def run(
-        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, PrefillDecider], rng: random.Random
     ) -> Pick:
         """Run the decode profile."""
         del deciders
@@ -216,25 +216,25 @@ class DisaggregatedProfileHandler(msgspec.Struct, frozen=True, rename="camel", f
         return self._prefill
 
     @property
-    def decider(self) -> str | None:
+    def decider_name(self) -> str | None:
         """The name of the decider for remote prefill; None: prefill is never remote."""
         return self.deciders.prefill or self.prefill_decider_plugin_name or self.decider_plugin_name
 
     def needs(self, profiles: Mapping[str, Profile]) -> str | None:
         """An error message if the decode profile is missing, or, with a decider, the prefill profile."""
-        required = [self._decode, *([self._prefill] if self.decider else [])]
+        required = [self._decode, *([self._prefill] if self.decider_name else [])]
         missing = [name for name in required if name not in profiles]
         return f"there is no profile '{missing[0]}'; add it to schedulingProfiles" if missing else None
 
     def run(
-        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, Decider], rng: random.Random
+        self, view: View, profiles: Mapping[str, Profile], deciders: Mapping[str, PrefillDecider], rng: random.Random
     ) -> Pick:
         """Pick a decode endpoint and, if the decider requires one, a prefill endpoint of its group."""
         decode = profiles[self._decode]
-        if self.decider is None:
+        if self.decider_name is None:
             return decode.pick(view, rng=rng)
         groups = label_groups(view.table, self.group_key)
-        pair = _PairPick(view, groups, decode, profiles[self._prefill], deciders[self.decider], rng)
+        pair = _PairPick(view, groups, decode, profiles[self._prefill], deciders[self.decider_name], rng)
         return pair.decode_first() if self.stage_order == "decode-first" else pair.prefill_first()
 
 
@@ -247,7 +247,7 @@ class _PairPick(msgspec.Struct, frozen=True):
     groups: NDArray[np.intp]
     decode: Profile
     prefill: Profile
-    decider: Decider
+    decider: PrefillDecider
     rng: random.Random
 
     def decode_first(self) -> Pick:

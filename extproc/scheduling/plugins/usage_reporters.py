@@ -47,7 +47,7 @@ _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _MOST: Final = 2**53
 
 
-def compile_usage(text: str) -> Evaluate:
+def compile_usage_expression(text: str) -> Evaluate:
     """A function of ``usage``, which raises ArithmeticError, KeyError or TypeError where CEL has no value.
 
     Raises ValueError with the part that cannot be read.
@@ -293,17 +293,17 @@ def _whole(value: float) -> float:
     return float(int(value))
 
 
-class AttributeKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class MetadataKey(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Where the value goes in the dynamic metadata of the gateway."""
 
     name: _Text
     namespace: str = ""
 
 
-class Attribute(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class ReportedAttribute(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """``expression``: the value. ``condition``: whether there is one; without it, always."""
 
-    key: AttributeKey
+    key: MetadataKey
     expression: _Text
     condition: str = ""
 
@@ -318,7 +318,7 @@ class RequestAttributeReporter(msgspec.Struct, frozen=True, rename="camel", forb
     cut off. A value of 0, or none, is not sent.
     """
 
-    attributes: Annotated[tuple[Attribute, ...], msgspec.Meta(min_length=1, max_length=1)]
+    attributes: Annotated[tuple[ReportedAttribute, ...], msgspec.Meta(min_length=1, max_length=1)]
 
     def __post_init__(self) -> None:
         """Raise ValueError if an expression cannot be read."""
@@ -326,15 +326,17 @@ class RequestAttributeReporter(msgspec.Struct, frozen=True, rename="camel", forb
             text = getattr(self.attributes[0], field)
             if text.strip() or field == "expression":
                 try:
-                    compile_usage(text)
+                    compile_usage_expression(text)
                 except ValueError as error:
                     raise ValueError(f"attributes[0].{field} {error}") from None
 
     def reporter(self) -> CompiledReporter:
         """With its expressions compiled."""
         (one,) = self.attributes
-        condition = compile_usage(one.condition) if one.condition.strip() else None
-        return CompiledReporter(one.key.namespace or "envoy.lb", one.key.name, compile_usage(one.expression), condition)
+        condition = compile_usage_expression(one.condition) if one.condition.strip() else None
+        return CompiledReporter(
+            one.key.namespace or "envoy.lb", one.key.name, compile_usage_expression(one.expression), condition
+        )
 
 
 class CompiledReporter(msgspec.Struct, frozen=True):

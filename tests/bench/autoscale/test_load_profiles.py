@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.autoscale.fleet import ONE, MeanRequestTokens, engine_capacity, prompt_prefill_s
 from bench.autoscale.load_profiles import (
     LOADS,
     DataSplit,
@@ -21,6 +20,7 @@ from bench.autoscale.load_profiles import (
     step_load,
 )
 from bench.autoscale.policies import hindsight_orders, required_engines, work_by_second
+from bench.autoscale.simulated_fleet import ONE, MeanRequestTokens, engine_capacity, prompt_prefill_s
 from bench.workload.sessions import Session, SessionTurn, single_piece
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def test_copies_raise_the_rate_and_share_no_text() -> None:
 
 
 def test_the_capacity_leaves_no_time_over() -> None:
-    kind = ONE[0].engine_kind()
+    kind = ONE[0].engine_profile()
     found = engine_capacity(kind, MeanRequestTokens(3000, 1500, 450), 0.075)
     used_s = prompt_prefill_s(kind, 3000, 1500) + 450 * found.output_token_s
     assert found.requests_per_s * used_s == pytest.approx(1.0)

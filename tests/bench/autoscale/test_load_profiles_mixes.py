@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from bench.autoscale.fleet import Variant
 from bench.autoscale.load_profiles import LOADS, VariantMixes, cheapest_plan, relative_capacities, variant_mixes
 from bench.autoscale.policies import POLICIES, SECONDS, policies_for
+from bench.autoscale.simulated_fleet import Variant
 from bench.autoscale.trial import with_first_variant
 
 SMALL = (Variant("a", "a100x2", cost=1.0, max_replicas=3), Variant("b", "h100x2", cost=2.2, max_replicas=2))

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from bench.__main__ import main
 from bench.autoscale.command import code_fingerprint, read_kept_results, run_grid
-from bench.autoscale.fleet import FleetCost
 from bench.autoscale.load_profiles import DataSplit
 from bench.autoscale.policies import POLICIES, policy_named
 from bench.autoscale.report import NothingToReport, build_report, extra_cost_interval, write_report
+from bench.autoscale.simulated_fleet import FleetCost
 from bench.autoscale.trial import Trial, TrialResult, WindowAttainment, tune_policies
 from bench.reporting.request_results import distribution
 
@@ -176,13 +176,13 @@ def test_a_trial_keeps_which_code_made_it_and_old_lines_are_read(tmp_path: Path)
 
 
 def test_the_fingerprint_follows_what_decides_and_not_what_reports(tmp_path: Path) -> None:
-    for name in ("controller/autoscaler/decision/decide_stage.py", "bench/autoscale/report.py"):
+    for name in ("controller/autoscaler/decision/stage_replica_need.py", "bench/autoscale/report.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one\n")
     first = code_fingerprint(tmp_path)
     (tmp_path / "bench/autoscale/report.py").write_text("two\n")
     assert code_fingerprint(tmp_path) == first
-    (tmp_path / "controller/autoscaler/decision/decide_stage.py").write_text("two\n")
+    (tmp_path / "controller/autoscaler/decision/stage_replica_need.py").write_text("two\n")
     assert code_fingerprint(tmp_path) != first
 
 

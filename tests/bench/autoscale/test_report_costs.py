@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.autoscale.fleet import Replica, choose_replicas_to_remove, fleet_cost
 from bench.autoscale.report import PolicyPoint, cost_at, dominates, extra_cost
-from bench.autoscale.trial import WindowAttainment, direction_changes, met_by_window, overload_to_order_s
+from bench.autoscale.simulated_fleet import Replica, choose_replicas_to_remove, fleet_cost
+from bench.autoscale.trial import WindowAttainment, attainment_by_window, direction_changes, overload_to_order_s
 from bench.lab.measures import LatencyObjective
 from bench.reporting.request_results import RequestResult
 
@@ -66,7 +66,7 @@ def test_refused_lost_and_slow_requests_are_missed() -> None:
         RequestResult(3.0, 3.5, 9.0, 10, 0, 11),
         RequestResult(4.0, 4.0, 4.0, 0, 0, 0, error="refused"),
     ]
-    found = met_by_window(
+    found = attainment_by_window(
         [0.5, 1.0, 2.0, 3.0, 4.0, 5.0], results, LatencyObjective(2.0, 0.2), since_s=1.0, until_s=13.0
     )
     assert sum(one.due for one in found) == 5

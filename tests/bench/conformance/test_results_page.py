@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.cluster.assets import pinned_versions
+from bench.cluster.kubernetes_binaries import pinned_versions
 from bench.conformance.results_page import (
     PAGE,
     Remarks,

@@ -17,7 +17,7 @@ from bench.engine.request import Request
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import RooflineStepTime
 from bench.stack.processes import free_ports
-from extproc.prefix.kv_events import decode_batch
+from extproc.prefix.kv_event_decoder import decode_batch
 from extproc.prefix.kv_index import EventSource, KvIndex
 
 PROMPT = b"once upon a time" * 16

@@ -27,11 +27,11 @@ def test_transfers_share_a_link_equally() -> None:
     # half of the long one is over; both have 50 bytes/s from here on
     link.begin("short", 10.0, 0.5)
     assert link.next_end_s() == pytest.approx(0.7)
-    assert link.ended(0.6) == []
-    assert link.ended(0.7000001) == ["short"]
+    assert link.pop_ended(0.6) == []
+    assert link.pop_ended(0.7000001) == ["short"]
     # the long one has 40 left, and the link for itself again
     assert link.next_end_s() == pytest.approx(1.1)
-    assert link.ended(5.0) == ["long"]
+    assert link.pop_ended(5.0) == ["long"]
     assert link.next_end_s() is None
 
 
@@ -50,10 +50,10 @@ def test_a_busy_link_carries_its_bandwidth(transfers: list[tuple[float, float]])
     for number, (at_s, size) in enumerate(sorted(transfers)):
         link.begin(number, size, at_s)
     last_s = max(at_s for at_s, _ in transfers)
-    ended, at_s = link.ended(last_s), last_s
+    ended, at_s = link.pop_ended(last_s), last_s
     while (end_s := link.next_end_s()) is not None:
         at_s = end_s
-        ended += link.ended(end_s)
+        ended += link.pop_ended(end_s)
     assert sorted(ended) == list(range(len(transfers)))
     total_s = sum(size for _, size in transfers) / 100.0
     assert min(at_s for at_s, _ in transfers) + total_s <= at_s + 1e-6

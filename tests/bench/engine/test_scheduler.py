@@ -15,7 +15,7 @@ from bench.engine.hardware import PRESETS
 from bench.engine.request import Request, Token
 from bench.engine.scheduler import EngineLimits, Scheduler
 from bench.engine.step_time import RooflineStepTime
-from bench.virtual.engines import EngineKind, VirtualEngine
+from bench.virtual.engines import EngineProfile, VirtualEngine
 from bench.virtual.event_queue import EventQueue
 from tests.examples import examples
 
@@ -164,7 +164,7 @@ def test_many_steps_at_once_come_to_the_same_as_one_after_the_other(
         def note(tokens: Iterable[Token], now: float) -> None:
             ends.extend((now, one.request.key, one.request.cached_tokens) for one in tokens if one.is_last)
 
-        machine = VirtualEngine(EngineKind(RooflineStepTime(HARDWARE), limits), events, note, leaps=leaps)
+        machine = VirtualEngine(EngineProfile(RooflineStepTime(HARDWARE), limits), events, note, leaps=leaps)
         now = 0.0
         for key, (pause, tokens, output, text) in enumerate(jobs):
             now += pause

@@ -17,7 +17,7 @@ from bench.engine.structured_outputs import (
     StructureInvalid,
     forced_tool_call,
     generate_value,
-    json_structure,
+    read_output_constraint,
     write_answer,
 )
 
@@ -129,15 +129,15 @@ def test_an_object_without_a_schema_is_as_long_as_it_may_be(tokens: int) -> None
 
 def test_what_is_asked_for_is_read_as_the_apis_write_it() -> None:
     schema = {"type": "object"}
-    assert json_structure(None) is json_structure({"type": "text"}) is None
-    assert json_structure({"type": "json_object"}) == OutputConstraint()
-    assert json_structure({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}) == OutputConstraint(
-        schema
-    )
-    assert json_structure({"type": "json_schema", "name": "a", "schema": schema}) == OutputConstraint(schema)
+    assert read_output_constraint(None) is read_output_constraint({"type": "text"}) is None
+    assert read_output_constraint({"type": "json_object"}) == OutputConstraint()
+    assert read_output_constraint(
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    ) == OutputConstraint(schema)
+    assert read_output_constraint({"type": "json_schema", "name": "a", "schema": schema}) == OutputConstraint(schema)
     for wrong in ({"type": "json_schema"}, {"type": "yaml"}):
         with pytest.raises(StructureInvalid):
-            json_structure(wrong)
+            read_output_constraint(wrong)
     assert forced_tool_call({"a": None, "b": schema}, None) == OutputConstraint({"type": "object"}, "a", "tool_calls")
     assert forced_tool_call({"a": None, "b": schema}, "b", reason="stop") == OutputConstraint(schema, "b", "stop")
     with pytest.raises(StructureInvalid, match="no tool 'c'"):

@@ -16,11 +16,11 @@ from bench.lab.fairness import (
     VTC,
     LengthRanges,
     TenantLoad,
+    measure_band_shares,
     measure_flood,
     measure_locality,
     measure_queue_orders,
     measure_service_gap,
-    measure_shares,
 )
 from tests.examples import examples
 
@@ -90,7 +90,7 @@ def test_deadlines_are_met_by_their_order_and_means_by_the_shortest_first() -> N
 
 
 def test_bands_that_all_wait_have_their_shares() -> None:
-    found = measure_shares(rate=25, duration_s=5, engines=1).by_band
+    found = measure_band_shares(rate=25, duration_s=5, engines=1).by_band
     expected = {"critical": 0.80, "high": 0.15, "standard": 0.04, "best-effort": 0.01}
     assert found == {name: pytest.approx(share, abs=0.02) for name, share in expected.items()}
 

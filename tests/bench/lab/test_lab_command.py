@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from bench.__main__ import main
-from bench.lab import html, lab_command
+from bench.lab import engine_model_validation as check
+from bench.lab import html_report, lab_command
 from bench.lab import trial_runner as inputs
-from bench.lab import validation as check
 from bench.lab.policies import registry
 
 SMALL = [
@@ -219,7 +219,7 @@ def test_the_table_of_the_lab_has_a_line_for_each_policy_and_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # to draw takes ten times as long as the rest, and is tested with the replay
-    monkeypatch.setattr(html, "_plots", lambda *_: "")
+    monkeypatch.setattr(html_report, "_plots", lambda *_: "")
     monkeypatch.setattr(lab_command, "write_figures", lambda *_: [])
 
     def row(number: int) -> str:
@@ -252,7 +252,7 @@ def test_the_table_of_the_lab_has_a_line_for_each_policy_and_load(
 def test_in_a_clone_without_traces_the_lab_plays_generators_and_says_how_to_give_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(html, "_plots", lambda *_: "")
+    monkeypatch.setattr(html_report, "_plots", lambda *_: "")
     monkeypatch.setattr(lab_command, "write_figures", lambda *_: [])
     small = {"chat": "chat:sessions=4,turns=2", "shared-prefix": "shared-prefix:groups=2,prompts=2,prefix=600,output=5"}
     generated = [msgspec.structs.replace(one, name=small[one.name]) for one in lab_command._GENERATED]
@@ -269,7 +269,7 @@ def test_in_a_clone_without_traces_the_lab_plays_generators_and_says_how_to_give
 
 @pytest.mark.slow
 def test_the_lab_plays_the_rates_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html, "_plots", lambda *_: "")
+    monkeypatch.setattr(html_report, "_plots", lambda *_: "")
     (chat, _) = lab_command._GENERATED
     monkeypatch.setattr(lab_command, "_GENERATED", [msgspec.structs.replace(chat, name="chat:sessions=4,turns=2")])
     flags = ["--policies", "attache,random", "--jobs", "1", "--hardware", "h100", "--model", "8b"]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bench.lab.measures import LatencyObjective, measure
+from bench.lab.measures import LatencyObjective, compute_measures
 from bench.lab.trial import RequestRow
 from bench.reporting.request_results import distribution, mean_interval, ratio_interval, split_into_windows
 
@@ -26,7 +26,7 @@ def test_what_is_measured_of_good_answers_and_of_errors() -> None:
         row(3, 0.4, 0.2, engine=1),
         row(4, 0.0, error="refused"),
     ]
-    found = measure(rows, 10.0, LatencyObjective(ttft_s=5.0, tpot_s=0.1))
+    found = compute_measures(rows, 10.0, LatencyObjective(ttft_s=5.0, tpot_s=0.1))
     assert (found.requests, found.errors) == (5, 1)
     assert found.ttft_s.mean == pytest.approx(3.1)
     assert (found.ttft_s.p50, found.ttft_s.p99) == (1.0, 8.0)
@@ -37,19 +37,19 @@ def test_what_is_measured_of_good_answers_and_of_errors() -> None:
     assert (found.goodput, found.attainment) == (0.2, 0.4)
     assert found.imbalance == 1.5
     # a third engine that serves nothing lowers the mean
-    assert measure(rows, 10.0, LatencyObjective(), engines=3).imbalance == 2.25
+    assert compute_measures(rows, 10.0, LatencyObjective(), engines=3).imbalance == 2.25
     assert found.requests_per_s == 0.4
 
 
 def test_fairness_is_one_where_all_labels_wait_alike_and_falls_with_one_that_waits_alone() -> None:
     alike = [row(0, 2.0, label="a"), row(1, 2.0, label="b")]
     apart = [row(0, 0.0, label="a"), row(1, 2.0, label="b")]
-    assert measure(alike, 1.0, LatencyObjective()).fairness == 1.0
-    assert measure(apart, 1.0, LatencyObjective()).fairness == 0.5
+    assert compute_measures(alike, 1.0, LatencyObjective()).fairness == 1.0
+    assert compute_measures(apart, 1.0, LatencyObjective()).fairness == 0.5
 
 
 def test_nothing_measured_is_nothing_and_no_error() -> None:
-    found = measure([], 0.0, LatencyObjective())
+    found = compute_measures([], 0.0, LatencyObjective())
     assert (found.requests, found.goodput, found.imbalance, found.ttft_s) == (0, 0.0, 0.0, distribution([]))
 
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from bench.lab.hardware import HardwareUnknown, engine_kinds
-from bench.lab.measures import LatencyObjective, measure
+from bench.lab.hardware import HardwareUnknown, engine_profiles
+from bench.lab.measures import LatencyObjective, compute_measures
 from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.policies.registry import POLICIES
 from bench.lab.trial import Trial, TrialConditions, TrialReport, check_trials, run_trial
@@ -37,7 +37,7 @@ def test_a_policy_serves_everybody_and_can_be_repeated(policy: str) -> None:
 def test_policies_that_know_prefixes_find_more_of_them_than_chance_does() -> None:
     objective = LatencyObjective()
     ratios = {
-        name: measure(found.rows, 1.0, objective).cached_token_ratio
+        name: compute_measures(found.rows, 1.0, objective).cached_token_ratio
         for name in ("attache", "attache-precise", "sglang", "dynamo", "random")
         for found in [play(name)]
     }
@@ -54,15 +54,15 @@ def test_pairs_transfer_and_the_whole_fleet_does_not() -> None:
     pushed = play("pd-always", SHORT, **roles, pushes=True)
     assert all(row.prefill == 0 for row in pushed.rows)
     # while one prompt is computed, what was computed of it is on its way
-    assert measure(pushed.rows, 1.0, LatencyObjective()).ttft_s.mean < (
-        measure(always.rows, 1.0, LatencyObjective()).ttft_s.mean
+    assert compute_measures(pushed.rows, 1.0, LatencyObjective()).ttft_s.mean < (
+        compute_measures(always.rows, 1.0, LatencyObjective()).ttft_s.mean
     )
 
 
 def test_expected_seconds_lose_less_than_a_rule_by_length_where_prefill_engines_are_few() -> None:
     long = "chat:sessions=60,sessions_per_s=8,system_prompts=60,system_tokens=12000,turns=2"
     ttft_s = {
-        policy: measure(play(policy, long, network="100gb").rows, 1.0, LatencyObjective()).ttft_s.mean
+        policy: compute_measures(play(policy, long, network="100gb").rows, 1.0, LatencyObjective()).ttft_s.mean
         for policy in ("pd-attache", "pd-llm-d", "pd-always")
     }
     assert ttft_s["pd-attache"] < 0.7 * ttft_s["pd-llm-d"]
@@ -100,14 +100,14 @@ def test_prompts_that_fit_no_cache_are_errors_and_not_waits() -> None:
     [("h100", 3, [1, 1, 1]), ("h100x4", 2, [4, 4]), ("h100*1+l40sx2*2", 8, [1, 2, 2]), ("h100+l40s", 3, [1, 1, 1])],
 )
 def test_engines_by_words(words: str, count: int, gpus: list[int]) -> None:
-    kinds = engine_kinds(words, "8b", count=count, block_size=16)
+    kinds = engine_profiles(words, "8b", count=count, block_size=16)
     assert len(kinds) == len(gpus)
     with pytest.raises(HardwareUnknown, match="h200"):
-        engine_kinds(words + "!", "8b", count=count, block_size=16)
+        engine_profiles(words + "!", "8b", count=count, block_size=16)
 
 
 def test_dynamos_mocked_engines_take_its_polynomials_times() -> None:
-    (kind,) = engine_kinds("dynamo-mocker", "8b", count=1, block_size=64)
+    (kind,) = engine_profiles("dynamo-mocker", "8b", count=1, block_size=64)
     from bench.engine.step_time import StepWork, step_batch  # noqa: PLC0415
 
     # 16.5 + 15.18 + 0.421 ms; and half of the cache in use: 5.74 + 27.005 - 6.435 ms

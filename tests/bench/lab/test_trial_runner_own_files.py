@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from bench.__main__ import main
-from bench.lab.hardware import engine_kinds, hardware_files, read_gpu, read_model
+from bench.lab.hardware import engine_profiles, hardware_files, read_gpu, read_model
 from bench.lab.trial import Trial, TrialConditions
 from bench.lab.trial_runner import condition_files, trial_cache_key
 from extproc.api.config_errors import ConfigInvalid
@@ -258,7 +258,7 @@ def test_a_gpu_and_a_model_from_files() -> None:
     assert read_gpu("linked.yml").link.latency_s == pytest.approx(9e-6)
     Path("shape.yaml").write_text("parameters: 8e9\nlayers: 32\nhidden: 4096\nheads: 32\nkvHeads: 8\nheadDim: 128\n")
     assert read_model("shape.yaml").kv_bytes_per_token == 131_072
-    kinds = engine_kinds("rig.yaml*1+linked.ymlx2*2", "shape.yaml", count=3, block_size=16)
+    kinds = engine_profiles("rig.yaml*1+linked.ymlx2*2", "shape.yaml", count=3, block_size=16)
     # (0.9 * 32e9 - 2 GiB - 16e9) bytes at 131,072 * 16 a block, and of two GPUs
     assert [kind.limits.num_gpu_blocks for kind in kinds] == [5079, 17_788, 17_788]
 

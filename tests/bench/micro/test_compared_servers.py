@@ -8,7 +8,7 @@ import pytest
 
 from bench.micro.baseline_servers import SERVER
 from bench.micro.compared_servers import ANSWER_BY_ENVOY, bundle_files
-from bench.stack.stack import documents
+from bench.stack.loopback_stack import documents
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])

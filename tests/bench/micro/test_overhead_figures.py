@@ -2,15 +2,15 @@
 from __future__ import annotations
 
 from bench.micro.compared_servers import MeasuredCase
-from bench.micro.overhead import ALONE, BUSY, WHOLE, CaseResult, OverheadResult, PhaseLoad
+from bench.micro.overhead import ALONE, BUSY, WHOLE, CaseResult, OverheadResult, PhaseMeasurement
 from bench.micro.overhead_figures import Spread, server_figures
 
 
-def load(rate: float = 1000.0, *, p50_ms: float = 1.0, cpu_us: float = 100.0) -> PhaseLoad:
-    return PhaseLoad(rate, p50_ms, 2 * p50_ms, cpu_us, {"main": cpu_us}, busy=0.5)
+def load(rate: float = 1000.0, *, p50_ms: float = 1.0, cpu_us: float = 100.0) -> PhaseMeasurement:
+    return PhaseMeasurement(rate, p50_ms, 2 * p50_ms, cpu_us, {"main": cpu_us}, busy=0.5)
 
 
-def measured(alone: list[PhaseLoad], busy: list[PhaseLoad]) -> OverheadResult:
+def measured(alone: list[PhaseMeasurement], busy: list[PhaseMeasurement]) -> OverheadResult:
     return OverheadResult(1.0, 2**20, {ALONE.name: alone, BUSY.name: busy, WHOLE.name: busy})
 
 

@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from bench.micro.instant_engine import prefill_response, serve
-from bench.micro.prefill_legs import LegCost, LegReport, LegRound, ProcessMemory, figures_of, markdown
+from bench.micro.prefill_legs import LegCost, LegReport, LegRound, ProcessMemory, leg_figures, markdown
 from bench.micro.prefill_sidecar import PREFILLER, prefill_body
 from bench.micro.prefill_sidecar import serve as serve_sidecar
 from bench.stack.processes import free_ports
@@ -30,7 +30,7 @@ ROUNDS = [
 
 
 def test_a_leg_adds_what_is_above_a_request_without_one_and_the_prefill_itself() -> None:
-    found = figures_of(100_000, ROUNDS)
+    found = leg_figures(100_000, ROUNDS)
     # 4.5 - 2.0 - 0.5, 3.5 - 2.0 - 0.5, 4.5 - 2.0 - 1.0
     assert (found.added_ms["gateway"].median, found.added_ms["gateway"].low, found.added_ms["gateway"].high) == (
         1.5,
@@ -52,7 +52,7 @@ def test_memory_is_a_multiple_of_the_bodies() -> None:
 
 def test_the_table_has_a_line_for_each_size() -> None:
     memory = {"gateway": ProcessMemory(2**20, 3 * 2**20, 200), "sidecar": ProcessMemory(2**20, 2 * 2**20)}
-    report = LegReport(0.5, 0.25, [figures_of(100_000, ROUNDS)], memory, {100_000: ROUNDS})
+    report = LegReport(0.5, 0.25, [leg_figures(100_000, ROUNDS)], memory, {100_000: ROUNDS})
     text = markdown(report)
     assert "| 100 KB | 1.50 | 2.00 | 400 | 1,000 | 500 | 5,000 | 0.50 | 0.40 | 0.10 |" in text
     assert "200 at the same time: 1 MiB before, at most 3 MiB" in text

@@ -6,7 +6,7 @@ import os
 
 from bench.micro.instant_engine import _EngineConnection
 from bench.micro.profile import read_libraries, read_stacks
-from bench.stack.processes import cpu_seconds, is_running, peak_rss_bytes, thread_seconds
+from bench.stack.processes import cpu_seconds, is_running, peak_rss_bytes, thread_cpu_seconds
 
 
 def test_shares_by_library_are_read_from_perf_report() -> None:
@@ -28,8 +28,8 @@ def test_samples_count_for_the_innermost_function_of_extproc_and_within_all_arou
 def test_a_process_has_threads_memory_and_time() -> None:
     pid = os.getpid()
     assert is_running(pid)
-    assert thread_seconds(pid)["main"] > 0
-    assert cpu_seconds(pid) >= thread_seconds(pid)["main"] * 0.5
+    assert thread_cpu_seconds(pid)["main"] > 0
+    assert cpu_seconds(pid) >= thread_cpu_seconds(pid)["main"] * 0.5
     assert peak_rss_bytes(pid) > 2**20
 
 

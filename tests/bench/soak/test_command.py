@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.soak import __main__ as report
-from bench.soak.__main__ import choose_engines
+from bench.soak.__main__ import choose_hostile_engines
 from bench.soak.hostile_engines import HOSTILE, hostile_host
-from bench.soak.run import log_errors, sum_series
+from bench.soak.soak_loops import find_log_errors, sum_series
 from bench.soak.verdict import Latency, ProcessSample, Sample, SoakLimits, SoakRecord, judge
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def test_hostile_engines_are_chosen_by_group_and_by_name() -> None:
-    assert choose_engines("none") == ()
-    assert choose_engines("all") == tuple(HOSTILE)
-    assert choose_engines("answers,labels") == ("labels", "dies", "resets", "interim")
+    assert choose_hostile_engines("none") == ()
+    assert choose_hostile_engines("all") == tuple(HOSTILE)
+    assert choose_hostile_engines("answers,labels") == ("labels", "dies", "resets", "interim")
     with pytest.raises(ValueError, match="no hostile engine is called labelz"):
-        choose_engines("labelz")
+        choose_hostile_engines("labelz")
 
 
 def test_every_hostile_engine_has_an_address_of_its_own() -> None:
@@ -34,7 +34,7 @@ def test_a_traceback_is_told_by_its_error_with_a_count(tmp_path: Path) -> None:
     for name in ("extproc", "bundle", "envoy"):
         (tmp_path / f"{name}.log").write_text(2 * trace if name == "extproc" else "KeyError: in a sentence\n")
 
-    assert log_errors(tmp_path) == ["extproc.log: KeyError: 7 (2 times)"]
+    assert find_log_errors(tmp_path) == ["extproc.log: KeyError: 7 (2 times)"]
 
 
 def test_series_are_summed_up() -> None:

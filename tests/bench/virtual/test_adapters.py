@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
-from bench.stack.stack import documents
+from bench.stack.loopback_stack import documents
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import Simulation
 from bench.workload.generators import LoraMix

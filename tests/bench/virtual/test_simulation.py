@@ -8,7 +8,7 @@ import pytest
 from bench.engine.hardware import PRESETS
 from bench.engine.scheduler import EngineLimits
 from bench.reporting.request_results import Summary, summarize
-from bench.stack.stack import documents
+from bench.stack.loopback_stack import documents
 from bench.virtual.engines import roofline_engine
 from bench.virtual.simulation import DisaggregationSettings, Simulation
 from bench.workload.generators import Conversations, conversation_workload

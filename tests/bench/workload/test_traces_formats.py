@@ -13,7 +13,7 @@ from bench.lab.workload_command import statistics
 from bench.workload.generators import GENERATORS, generate_workload
 from bench.workload.sessions import join_pieces, text_of, with_rate_scale
 from bench.workload.traces import Excerpt, TraceInvalid, consecutive_runs, read_trace
-from extproc.wire_protocol import TENANT
+from extproc.wire_names import TENANT
 
 if TYPE_CHECKING:
     from pathlib import Path

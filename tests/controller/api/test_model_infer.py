@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from controller.api.model_infer import ModelInfer, validation_errors
-from controller.kube.resources import MODEL_INFER_ROLES
+from controller.kube.api_resources import MODEL_INFER_ROLES
 from extproc.api.quantities import decode_quantity
 from tests.model_infer_cluster import Cluster, model_infer, role, template
 

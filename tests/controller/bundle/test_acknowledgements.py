@@ -17,8 +17,8 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
+from bench.stack.loopback_stack import documents
 from bench.stack.processes import free_ports
-from bench.stack.stack import documents
 from controller.bundle.acknowledgements import (
     PATIENCE_S,
     AcknowledgementPoller,
@@ -38,7 +38,7 @@ from extproc.listen_sockets import ListenFailed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 CLUSTERS = "cluster_manager.cds"
 ROUTES = "http.attache.rds.attache"

@@ -34,7 +34,7 @@ from tests.certificates import Authority
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 TODAY = datetime.now(UTC)
 AUTHORITY = Authority()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import pytest
 
-from bench.sizes.configuration import GatewayPorts, ObjectCounts, configuration
+from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
 from controller.__main__ import main
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES, BundleWriter, build_bundle
-from controller.bundle.envoy.clusters import backend_cluster, backend_resource
+from controller.bundle.envoy.clusters import backend_cluster, backend_cluster_resource
 from controller.bundle.envoy.envoy_json import to_json
 from controller.bundle.envoy.extproc_fail_open import CHANGES_FILTER
 from controller.bundle.envoy.filters import BODY_FILTERS
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from bench.stack.orphan_reaper import ProcessGuard
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 GATEWAY = GatewayPorts(listen="127.0.0.1:8080", admin="127.0.0.1:9901", extproc="127.0.0.1:9002", engines=8000)
 ENVOY = Path(__file__).parents[3] / "envoy"
@@ -496,7 +496,7 @@ def test_clusters_of_backends_are_what_envoys_classes_make_of_them(
         Backend(metadata=Metadata(name=name), spec=BackendSpec(protocol=protocol)) for name in ("one", "other")
     )
     like = backend_cluster(other, "/x")
-    assert backend_resource(one, like, "/x") == backend_cluster(one, "/x")
+    assert backend_cluster_resource(one, like, "/x") == backend_cluster(one, "/x")
 
 
 def test_an_endpoint_more_of_a_backend_changes_one_file() -> None:

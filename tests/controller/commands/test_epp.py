@@ -15,7 +15,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from controller.commands.epp import EppPlan, LaunchContext, conformance_plan, main, plan_launch
-from controller.commands.epp_flags import _SUITES, _SUITES_OF_TLS_13, FLAGS, FlagInvalid, read_flags
+from controller.commands.llm_d_picker_flags import _SUITES, _SUITES_OF_TLS_13, FLAGS, FlagInvalid, read_flags
 from controller.gateway.compile.inference_pools import server_from_pool
 from controller.gateway.compile.source_objects import decode_source
 from extproc.api.picker_config import accept_any_plugins

@@ -10,29 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.kube.api_resources import (
+    DEPLOYMENTS,
+    NODES,
+    PODS,
+    ApiResource,
+    key_of,
+    parse_selector,
+    required_labels,
+    split_key,
+)
 from controller.kube.client import WatchEvent, decode_watch_events
 from controller.kube.errors import (
     AlreadyExists,
     ApiError,
     Backoff,
     Conflict,
-    Expired,
+    ResourceVersionExpired,
     ServerError,
     TooManyRequests,
     Unreachable,
     error_for,
 )
 from controller.kube.informer import Store
-from controller.kube.resources import (
-    DEPLOYMENTS,
-    NODES,
-    PODS,
-    Resource,
-    key_of,
-    parse_selector,
-    required_labels,
-    split_key,
-)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -65,7 +65,7 @@ def test_keys_have_a_namespace_where_objects_have() -> None:
     [
         (409, "Conflict", Conflict),
         (409, "AlreadyExists", AlreadyExists),
-        (410, "Expired", Expired),
+        (410, "ResourceVersionExpired", ResourceVersionExpired),
         (503, "", ServerError),
     ],
 )
@@ -135,7 +135,7 @@ async def test_an_error_in_a_watch_is_raised() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b'{"type":"ERROR","object":{"code":410,"reason":"Expired","message":"too old"}}\n'
 
-    with pytest.raises(Expired, match="too old"):
+    with pytest.raises(ResourceVersionExpired, match="too old"):
         await anext(decode_watch_events(chunks()))
 
 
@@ -192,7 +192,7 @@ def test_no_part_of_a_path_leads_elsewhere(part: str) -> None:
         PODS.path("a", part)
     with pytest.raises(ValueError, match="no part of a path"):
         PODS.path(part, "a")
-    for resource in (Resource(part, "v1", "x", "X"), Resource("apps", part, "x", "X")):
+    for resource in (ApiResource(part, "v1", "x", "X"), ApiResource("apps", part, "x", "X")):
         with pytest.raises(ValueError, match="no part of a path"):
             _ = resource.group_path
 

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from bench.cluster.certificates import Authority
-from bench.cluster.control_plane import write_kubeconfig
+from bench.cluster.local_control_plane import write_kubeconfig
 from controller.kube.cluster_access import ClusterAccess, access_from_kubeconfig, find_access, in_cluster_access
-from controller.kube.errors import AccessInvalid
+from controller.kube.errors import ClusterAccessInvalid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ def test_the_current_context_counts_unless_another_is_named(tmp_path: Path) -> N
     path = kubeconfig(tmp_path / "config", {"token": "t"})
     assert access_from_kubeconfig(path) == ClusterAccess("https://kube.test:6443", namespace="here", token="t")  # noqa: S106 - not one
     assert access_from_kubeconfig(path, "two") == ClusterAccess("https://kube.test:6443")
-    with pytest.raises(AccessInvalid, match="no context 'three'"):
+    with pytest.raises(ClusterAccessInvalid, match="no context 'three'"):
         access_from_kubeconfig(path, "three")
 
 
@@ -57,7 +57,7 @@ def test_certificates_are_read_from_the_file_or_from_beside_it(tmp_path: Path) -
 def test_a_token_file_is_read_anew_for_each_call(tmp_path: Path) -> None:
     path = kubeconfig(tmp_path / "config", {"tokenFile": "token"})
     access = access_from_kubeconfig(path)
-    with pytest.raises(AccessInvalid, match="cannot read the token"):
+    with pytest.raises(ClusterAccessInvalid, match="cannot read the token"):
         access.headers()
     for token in ("first", "second"):
         (tmp_path / "token").write_text(token + "\n")
@@ -73,21 +73,21 @@ def test_a_token_file_is_read_anew_for_each_call(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_used_is_said(tmp_path: Path, user: dict[str, Any], cluster: dict[str, Any], why: str) -> None:
-    with pytest.raises(AccessInvalid, match=why):
+    with pytest.raises(ClusterAccessInvalid, match=why):
         access_from_kubeconfig(kubeconfig(tmp_path / "config", user, cluster))
 
 
 @pytest.mark.parametrize("content", ["- a", "{", ""])
 def test_a_file_that_is_no_kubeconfig_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config").write_text(content)
-    with pytest.raises(AccessInvalid, match="config"):
+    with pytest.raises(ClusterAccessInvalid, match="config"):
         access_from_kubeconfig(tmp_path / "config")
-    with pytest.raises(AccessInvalid, match="cannot read"):
+    with pytest.raises(ClusterAccessInvalid, match="cannot read"):
         access_from_kubeconfig(tmp_path / "none")
 
 
 def test_bad_certificates_are_said_before_the_first_call() -> None:
-    with pytest.raises(AccessInvalid, match=r"kube\.test"):
+    with pytest.raises(ClusterAccessInvalid, match=r"kube\.test"):
         ClusterAccess("https://kube.test", ca="no certificate").tls()
 
 
@@ -98,9 +98,9 @@ def test_a_pod_has_its_service_account(tmp_path: Path) -> None:
     access = find_access(environment, tmp_path)
     assert (access.server, access.ca, access.namespace) == ("https://[fd00::1]:6443", "CA", "mine")
     assert access.headers() == {"authorization": "Bearer t"}
-    with pytest.raises(AccessInvalid, match="no service account"):
+    with pytest.raises(ClusterAccessInvalid, match="no service account"):
         in_cluster_access(environment, tmp_path / "none")
-    with pytest.raises(AccessInvalid, match="not in a pod"):
+    with pytest.raises(ClusterAccessInvalid, match="not in a pod"):
         in_cluster_access({})
 
 
@@ -111,9 +111,9 @@ def test_kubeconfig_comes_before_the_pod_and_the_pod_before_the_home(tmp_path: P
     home = {"HOME": str(tmp_path)}
     assert find_access(home).token == "home"  # noqa: S105 - not one
     assert find_access({**home, "KUBECONFIG": str(named)}).token == "named"  # noqa: S105 - not one
-    with pytest.raises(AccessInvalid, match="service account"):
+    with pytest.raises(ClusterAccessInvalid, match="service account"):
         find_access({**home, "KUBERNETES_SERVICE_HOST": "kube.test"}, tmp_path / "none")
-    with pytest.raises(AccessInvalid, match="set KUBECONFIG"):
+    with pytest.raises(ClusterAccessInvalid, match="set KUBECONFIG"):
         find_access({"HOME": str(tmp_path / "none")})
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from controller.kube.conditions import (
     WantedCondition,
-    WantedEntry,
-    WantedList,
+    WantedListItem,
     WantedStatus,
+    WantedStatusList,
     condition_false,
     condition_transitions,
     condition_true,
@@ -62,13 +62,13 @@ def test_messages_are_bounded() -> None:
 OURS, THEIRS = "attache.dev/gateway", "example.com/other"
 
 
-def parent(gateway: str, *conditions: WantedCondition) -> WantedEntry:
+def parent(gateway: str, *conditions: WantedCondition) -> WantedListItem:
     reference = {"kind": "Gateway", "name": gateway}
-    return WantedEntry(identity={"parentRef": reference, "controllerName": OURS}, conditions=conditions)
+    return WantedListItem(identity={"parentRef": reference, "controllerName": OURS}, conditions=conditions)
 
 
-def route(*entries: WantedEntry, gateway: str = "") -> WantedStatus:
-    parents = WantedList(name="parents", entries=entries, controller=OURS, gateway=gateway)
+def route(*entries: WantedListItem, gateway: str = "") -> WantedStatus:
+    parents = WantedStatusList(name="parents", entries=entries, controller=OURS, gateway=gateway)
     return WantedStatus(kind="HTTPRoute", key="a/b", generation=1, conditions=(), lists=(parents,), is_plain=True)
 
 
@@ -114,7 +114,7 @@ def test_conditions_of_items_keep_their_times_and_are_told_as_events() -> None:
 
 def test_events_of_listeners_say_which_one() -> None:
     entries = tuple(
-        WantedEntry(
+        WantedListItem(
             identity={"name": name},
             conditions=(condition_true("Accepted"), condition_false("ResolvedRefs", "X", "no Secret")),
         )
@@ -125,7 +125,7 @@ def test_events_of_listeners_say_which_one() -> None:
         key="a/web",
         generation=1,
         conditions=(condition_true("Accepted"),),
-        lists=(WantedList(name="listeners", entries=entries),),
+        lists=(WantedStatusList(name="listeners", entries=entries),),
     )
     assert [one["message"] for one in condition_transitions(written(gateway, {}, EARLY), {})] == [
         "",

@@ -123,7 +123,7 @@ async def test_messages_are_heard_as_they_come_while_the_pod_is_there() -> None:
         stand.set(g=gateway(address), pending=gateway(address, phase="Pending"))
         await eventually(lambda: len(stand.heard.get("default/g", [])) >= 3)
         assert [one.sequence for one in stand.heard["default/g"][:3]] == [1, 2, 3]
-        assert stand.feed.addresses() == {"default/g": address}
+        assert stand.feed.gateway_addresses() == {"default/g": address}
         stand.set()
         await asyncio.sleep(0.1)
         count = len(stand.heard["default/g"])
@@ -223,7 +223,7 @@ async def test_fifty_gateways_are_followed_and_of_those_nobody_vouches_for_a_few
         async with following() as stand:
             stand.set(**pods)
             await eventually(lambda: len(stand.heard) == 32)
-            assert len(stand.feed.addresses()) == 50
+            assert len(stand.feed.gateway_addresses()) == 50
 
 
 def waiting(requests: int) -> ServerDemand:

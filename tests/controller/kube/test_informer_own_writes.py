@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from controller.kube.api_resources import PODS
 from controller.kube.client import WatchEvent
 from controller.kube.informer import Store
 from controller.kube.plan_executor import Expectations
-from controller.kube.resources import PODS
 
 if TYPE_CHECKING:
     import pytest
 
-    from controller.kube.resources import Object, Resource
+    from controller.kube.api_resources import ApiResource, Object
 
 KEY = "n/a"
 
@@ -31,10 +31,10 @@ class Copy:
         self.store.replace(things)
         self.expectations = Expectations(self, patience_s=5.0)
 
-    def get(self, _: Resource, key: str) -> Object | None:
+    def get(self, _: ApiResource, key: str) -> Object | None:
         return self.store.objects.get(key)
 
-    def apply_write_answer(self, _: Resource, thing: Object) -> None:
+    def apply_write_answer(self, _: ApiResource, thing: Object) -> None:
         self.store.apply_write_answer(thing)
 
     def hear(self, thing: Object, type_: str = "MODIFIED") -> list[str]:

@@ -5,31 +5,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from controller.kube.api_resources import MODEL_INFERS, PODS, key_of
 from controller.kube.plan_executor import Expectations
-from controller.kube.resources import MODEL_INFERS, PODS, key_of
 
 if TYPE_CHECKING:
-    from controller.kube.resources import Object, Resource
+    from controller.kube.api_resources import ApiResource, Object
 
 
 class Copies:
     """What informers have, which have not had the objects that are written."""
 
     def __init__(self) -> None:
-        self.objects: dict[tuple[Resource, str], Object] = {}
+        self.objects: dict[tuple[ApiResource, str], Object] = {}
         self.expectations = Expectations(self, patience_s=5.0)
 
-    def get(self, resource: Resource, key: str) -> Object | None:
+    def get(self, resource: ApiResource, key: str) -> Object | None:
         return self.objects.get((resource, key))
 
-    def apply_write_answer(self, resource: Resource, thing: Object) -> None:
+    def apply_write_answer(self, resource: ApiResource, thing: Object) -> None:
         """Left to the watch."""
 
-    def hear(self, thing: Object, resource: Resource = PODS) -> None:
+    def hear(self, thing: Object, resource: ApiResource = PODS) -> None:
         self.objects[resource, key_of(thing)] = thing
         self.expectations.on_object_observed(resource, key_of(thing))
 
-    def lose(self, thing: Object, resource: Resource = PODS) -> None:
+    def lose(self, thing: Object, resource: ApiResource = PODS) -> None:
         del self.objects[resource, key_of(thing)]
         self.expectations.on_object_observed(resource, key_of(thing))
 

@@ -11,13 +11,13 @@ import pytest
 
 from bench.stack.processes import free_ports
 from controller.api.pod_spec_checks import parse_quantity, resource_requests
+from controller.kube.api_resources import key_of
 from controller.kube.conditions import status_to_write, with_failure
 from controller.kube.errors import Conflict, ServerError
 from controller.kube.event_recorder import EventRecorder
-from controller.kube.plan import KubeEvent, without_paths
 from controller.kube.plan_executor import yielded_fields
 from controller.kube.pods import trimmed_pod, view_of
-from controller.kube.resources import key_of
+from controller.kube.reconcile_plan import KubeEvent, without_paths
 from controller.models.kind_reconciler import GatewayLoadSource
 from controller.models.model_infer.model_infer_state import PodLoad
 from controller.models.model_infer_reconciler import last_crash
@@ -25,7 +25,7 @@ from controller.models.node_capacity import LostNodes, node_capacities, trimmed_
 from extproc.api.status_pages import LOADS_LABEL
 
 if TYPE_CHECKING:
-    from controller.kube.resources import Object, Resource
+    from controller.kube.api_resources import ApiResource, Object
 
 SINCE = "2026-11-22T00:00:00Z"
 
@@ -37,7 +37,7 @@ class Server:
         self.written: list[Object] = []
         self.error: Exception | None = None
 
-    async def create(self, _: Resource, thing: Object) -> Object:
+    async def create(self, _: ApiResource, thing: Object) -> Object:
         if self.error is not None:
             raise self.error
         self.written.append(thing)

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from bench.stack.processes import free_ports
-from controller.models.model_infer.rollout import Rollout
+from controller.models.model_infer.rollout import RolloutProgress
 from controller.models.model_infer.status import (
     Condition,
     DegradedReason,
@@ -22,7 +22,7 @@ from controller.models.model_infer.status import (
 from controller.models.rollouts_page import ROLLOUTS_PATH, rollout_page_routes, rollouts_page
 
 if TYPE_CHECKING:
-    from controller.kube.resources import Object
+    from controller.kube.api_resources import Object
 
 SINCE = "2026-11-29T01:00:00Z"
 
@@ -45,7 +45,7 @@ def infer(
 
 
 def rollout(phase: Any, message: str) -> Condition:  # noqa: ANN401 - any phase
-    return progressing_condition(Rollout(phase=phase, message=message, is_moving=True))
+    return progressing_condition(RolloutProgress(phase=phase, message=message, is_moving=True))
 
 
 FINE = degraded_condition([])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controller.usage.rows import MOST_LINE_BYTES, MOST_NAME, BadLine, UsageRow, parse_usage_line
 from extproc.api.usage_log import FallbackContext, TranslatedAnswer, UsageCounts, UsageLine
-from extproc.wire_protocol import truncate_name
+from extproc.wire_names import truncate_name
 from tests.usage_lines import NOON_S, PRICE, context, counts, line, text
 
 

@@ -21,10 +21,10 @@ from controller.usage.log_follower import LogPosition
 from controller.usage.queries import BadQuery, UsageReport, parse_query, run_query
 from controller.usage.reports import as_csv, as_json, as_table, completions_page, costs_page
 from controller.usage.rows import parse_usage_line
-from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_pages
+from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_monitoring_pages
 from controller.usage.store import SqlStore, open_engine
 from extproc.api.usage_log import OTHERS
-from extproc.wire_protocol import CALLER_CLIENT, CALLER_REPORTS, CALLER_TENANT, CALLER_USER
+from extproc.wire_names import CALLER_CLIENT, CALLER_REPORTS, CALLER_TENANT, CALLER_USER
 from tests.usage_lines import NOON_S, PRICE, context, line, text
 
 if TYPE_CHECKING:
@@ -423,7 +423,7 @@ async def test_openais_costs_are_amounts(store: SqlStore) -> None:
 
 async def test_readiness_says_why_rows_are_not_kept() -> None:
     counts = IngestCounters()
-    async with TestClient(TestServer(ingest_pages(counts, lambda: NOON_S))) as client:
+    async with TestClient(TestServer(ingest_monitoring_pages(counts, lambda: NOON_S))) as client:
         assert await (await client.get("/readyz")).text() == "the store is not open yet"
         counts.error = ""
         assert (await client.get("/readyz")).status == 200

@@ -6,8 +6,8 @@ from __future__ import annotations
 from extproc.admission.budget_recovery import RemainingBudgets, UsageRollupRow, usage_queries
 from extproc.admission.budgets import BudgetSet
 from extproc.admission.identity import Caller
-from extproc.admission.limits import RequestUsage
 from extproc.admission.local_limits import LocalLimits
+from extproc.admission.rate_limits import RequestUsage
 from tests.extproc.admission.test_budgets import NOON, budget, compiled
 
 

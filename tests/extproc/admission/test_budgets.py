@@ -12,29 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.admission import budgets as module
-from extproc.admission.buckets import BucketLevel
 from extproc.admission.budgets import (
     GATEWAY,
-    BudgetAccounts,
+    BudgetAccountAllocator,
     BudgetKey,
     BudgetSet,
     CompiledBudget,
     compile_key_budgets,
 )
 from extproc.admission.identity import Caller
-from extproc.admission.limits import NO_USAGE, Grant, RequestUsage
+from extproc.admission.limit_refusals import soft_budget_warning
 from extproc.admission.local_limits import LocalLimits
-from extproc.admission.refusals import soft_budget_warning
+from extproc.admission.rate_limits import NO_USAGE, Grant, RequestUsage
+from extproc.admission.token_buckets import BucketLevel
 from extproc.api.authentication import ApiKey
 from extproc.api.budgets import Budget, BudgetMax, KeyBudget
 from extproc.api.pricing import Price, Rates
 from extproc.api.quantities import Money, decode_quantity
 from extproc.core.explanation import _budget_line, budget_states
-from extproc.errors import BudgetSpent
+from extproc.refusals import BudgetSpent
 from tests.examples import examples
 
 if TYPE_CHECKING:
-    from extproc.admission.limits import Charge
+    from extproc.admission.rate_limits import Charge
 
 NOON = datetime.fromisoformat("2026-11-15T12:00:00+00:00").timestamp()
 PRICE = Price("p", "USD", Rates(input=1_000_000, output=2_000_000))
@@ -45,8 +45,8 @@ def budget(**fields: object) -> Budget:
     return msgspec.convert({**usual, **fields}, Budget, dec_hook=decode_quantity)
 
 
-def compiled(*given: Budget, owner: str = "default/chat", accounts: BudgetAccounts | None = None) -> BudgetSet:
-    known = accounts or BudgetAccounts()
+def compiled(*given: Budget, owner: str = "default/chat", accounts: BudgetAccountAllocator | None = None) -> BudgetSet:
+    known = accounts or BudgetAccountAllocator()
     return BudgetSet([CompiledBudget(owner, one, known) for one in given])
 
 
@@ -99,7 +99,7 @@ def test_a_refusal_names_the_level_and_the_end_of_the_window() -> None:
 
 def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
     key = ApiKey("k", "a", budgets=(KeyBudget("Day", BudgetMax(requests=1), soft=0.5),))
-    budgets, limits = BudgetSet(of_keys=compile_key_budgets([key], BudgetAccounts())), LocalLimits()
+    budgets, limits = BudgetSet(of_keys=compile_key_budgets([key], BudgetAccountAllocator())), LocalLimits()
     caller = Caller("a", "", "k")
     limits.reserve(budgets.charges(caller, NO_USAGE, NOON), 0.0)
     with pytest.raises(BudgetSpent) as refused:
@@ -119,7 +119,7 @@ def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
 
 
 def test_all_budgets_must_have_room_and_nothing_is_taken_if_one_has_none() -> None:
-    accounts, limits = BudgetAccounts(), LocalLimits()
+    accounts, limits = BudgetAccountAllocator(), LocalLimits()
     budgets = BudgetSet(
         [CompiledBudget("default/chat", budget(per="User", max={"tokens": 50}), accounts)],
         [CompiledBudget(GATEWAY, budget(name="all", per="Route", max={"tokens": 70}), accounts)],
@@ -174,7 +174,7 @@ def test_no_name_is_anothers_account() -> None:
 
 def test_one_tenant_takes_no_account_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ACCOUNTS", 400)
-    accounts, limits = BudgetAccounts(), LocalLimits()
+    accounts, limits = BudgetAccountAllocator(), LocalLimits()
     budgets = BudgetSet(
         [CompiledBudget(owner, budget(per="User", window=window), accounts)
          for owner in ("default/chat", "default/code") for window in ("Day", "Month")]
@@ -196,7 +196,7 @@ def test_one_tenant_takes_no_account_from_others(monkeypatch: pytest.MonkeyPatch
 
 def test_tenants_beyond_the_bound_share_one_account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ACCOUNTS", 10)
-    accounts = BudgetAccounts()
+    accounts = BudgetAccountAllocator()
     budgets = compiled(budget(), budget(name="person", per="User"), accounts=accounts)
     for number in range(500):
         budgets.charges(Caller(f"t{number}", "ann"), NO_USAGE, NOON)
@@ -210,7 +210,7 @@ def test_tenants_beyond_the_bound_share_one_account(monkeypatch: pytest.MonkeyPa
 
 def test_who_shares_an_account_gets_no_full_one_when_there_is_room_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ACCOUNTS", 4)
-    accounts = BudgetAccounts()
+    accounts = BudgetAccountAllocator()
     month = compiled(budget(per="User"), accounts=accounts)
     hour = compiled(budget(per="User", window="Hour", name="hour"), accounts=accounts)
     for number in range(3):
@@ -236,7 +236,7 @@ def test_a_shared_account_is_settled_and_its_level_is_shown(monkeypatch: pytest.
 
 def test_many_users_are_bounded_and_none_is_refilled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ACCOUNTS", 600)
-    accounts = BudgetAccounts()
+    accounts = BudgetAccountAllocator()
     limits = LocalLimits(accounts)
     budgets = compiled(budget(per="User"), accounts=accounts)
     limits.reserve([charge(budgets, "kind", amount=100.0, user="first")], 0.0)
@@ -276,7 +276,7 @@ def test_what_other_processes_spend_is_bounded_and_refills_nobody(monkeypatch: p
 
 
 def test_ended_windows_go_and_open_ones_stay() -> None:
-    accounts, limits = BudgetAccounts(), LocalLimits()
+    accounts, limits = BudgetAccountAllocator(), LocalLimits()
     budgets = compiled(budget(window="Hour"), accounts=accounts)
     for hour in range(48):
         limits.reserve([charge(budgets, at_s=NOON + hour * 3600.0)], 0.0)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from extproc.admission.fair_queue import FairQueue
-from extproc.admission.flows import FlowKey, QueuedRequest
+from extproc.admission.flow_queues import FlowKey, QueuedRequest
 from extproc.admission.saturation import EndpointHeadroom
-from extproc.api.admission import Band, FlowControl, SaturationSpec
+from extproc.api.admission import FlowControl, PriorityBand, SaturationSpec
 from extproc.api.quantities import ByteSize, Duration
 from extproc.endpoints.in_flight import begin_request
 from extproc.endpoints.table import EndpointTable
-from extproc.errors import QueueFull
+from extproc.refusals import QueueFull
 
 if TYPE_CHECKING:
     from extproc.endpoints.table import Bools
@@ -126,7 +126,10 @@ def test_strict_bands_serve_the_higher_first() -> None:
 
 
 def test_a_band_at_its_ceiling_does_not_block_lower_bands() -> None:
-    bands = (Band(name="high", priority=1, share=99, ceiling=0.4), Band(name="low", priority=0, share=1))
+    bands = (
+        PriorityBand(name="high", priority=1, share=99, ceiling=0.4),
+        PriorityBand(name="low", priority=0, share=1),
+    )
     scene = TwoEngines(bands=bands)
     high, low = scene.enqueue("high", priority=1), scene.enqueue("low", priority=0)
     assert scene.next(busy=1) == low
@@ -200,8 +203,8 @@ def test_locality_delays_no_request_beyond_the_ageing_bound() -> None:
 
 def test_a_full_band_refuses_and_a_full_queue_evicts_from_the_lowest_band() -> None:
     bands = (
-        Band(name="high", priority=1, share=1, max_requests=2),
-        Band(name="low", priority=0, share=1, max_requests=9),
+        PriorityBand(name="high", priority=1, share=1, max_requests=2),
+        PriorityBand(name="low", priority=0, share=1, max_requests=9),
     )
     scene = TwoEngines(bands=bands, max_requests=4)
     for _ in range(4):
@@ -258,7 +261,7 @@ def test_requests_expire_in_order() -> None:
 
 
 def test_idle_flows_are_forgotten_the_least_indebted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.flows.MAX_IDLE_FLOWS", 10)
+    monkeypatch.setattr("extproc.admission.flow_queues.MAX_IDLE_FLOWS", 10)
     scene = TwoEngines()
     for number in range(10):
         ticket = scene.enqueue(f"t{number}")
@@ -274,7 +277,9 @@ def test_idle_flows_are_forgotten_the_least_indebted_first(monkeypatch: pytest.M
 
 
 def test_those_that_gave_way_in_vain_wait_on() -> None:
-    scene = TwoEngines(bands=(Band("high", 10, 1.0), Band("low", 0, 1.0)), max_requests=100, max_bytes=ByteSize("1Ki"))
+    scene = TwoEngines(
+        bands=(PriorityBand("high", 10, 1.0), PriorityBand("low", 0, 1.0)), max_requests=100, max_bytes=ByteSize("1Ki")
+    )
     low = scene.enqueue(size_bytes=200)
     scene.enqueue(size_bytes=800, priority=10)
     with pytest.raises(QueueFull):

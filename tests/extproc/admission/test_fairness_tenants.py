@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.admission.fairness import DeficitLocality, RoundRobin, SlidingWindow, TenantShares, VirtualTokenCounter
-from extproc.admission.flows import FirstCome, FlowKey, Flows, QueuedRequest
+from extproc.admission.flow_queues import FirstCome, FlowKey, Flows, QueuedRequest
 
 if TYPE_CHECKING:
     from extproc.admission.fairness import FairnessPolicy
@@ -101,7 +101,7 @@ def test_the_tenant_with_most_waiting_gives_up_a_place_not_the_largest_flow() ->
 
 
 def test_a_tenant_is_forgotten_with_its_last_flow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.admission.flows.MAX_IDLE_FLOWS", 10)
+    monkeypatch.setattr("extproc.admission.flow_queues.MAX_IDLE_FLOWS", 10)
     tenants = TenantShares(VirtualTokenCounter())
     flows = Flows(VirtualTokenCounter(), FirstCome(30.0), 30.0, tenants)
     for number in range(300):

@@ -8,7 +8,7 @@ import json
 from extproc.admission.identity import CacheIsolation, Caller
 from extproc.api.config_loader import load_snapshot
 from extproc.request.body_parser import parse_body
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 KEYS = """
   authentication:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from extproc.admission.flows import FlowKey, QueuedRequest
+from extproc.admission.flow_queues import FlowKey, QueuedRequest
 from extproc.admission.saturation import RECHECK_S, EndpointHeadroom, PrefillDecodeMasks
 from extproc.api.admission import SaturationSpec
 from extproc.api.quantities import Duration

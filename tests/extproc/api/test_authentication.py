@@ -10,7 +10,7 @@ import pytest
 
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.snapshot import failure_mode_of
+from extproc.api.config_snapshot import failure_mode_of
 
 ISSUER: dict[str, Any] = {"name": "login", "issuer": "https://login.example", "audiences": ["attache"]}
 

@@ -9,7 +9,7 @@ import pytest
 
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory, load_snapshot
-from extproc.api.snapshot import failure_mode_of, limits_without_redis, settings_enforced_by_extproc
+from extproc.api.config_snapshot import failure_mode_of, limits_without_redis, settings_enforced_by_extproc
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ import json
 import pytest
 import yaml
 
-from bench.stack.stack import documents
+from bench.stack.loopback_stack import documents
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
 from extproc.api.match_patterns import MAX_PROGRAM_SIZE

@@ -11,7 +11,7 @@ import pytest
 from extproc.api.addresses import worker_addresses
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.decode import decode
+from extproc.api.document_decoder import decode
 from extproc.api.gateway_config import GatewayConfigSpec, UsageLog, why_extproc_unreachable
 from extproc.api.yaml_documents import split_documents
 from extproc.cli.check import main

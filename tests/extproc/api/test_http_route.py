@@ -15,7 +15,7 @@ from extproc.api.quantities import decode_quantity
 from extproc.api.spec import ParentReference, is_attached
 
 if TYPE_CHECKING:
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 DIRECTORY = """
 apiVersion: attache.dev/v1alpha1

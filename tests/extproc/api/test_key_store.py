@@ -11,10 +11,10 @@ import pytest
 
 from extproc.admission.budget_recovery import UsageRollupRow
 from extproc.admission.identity import CacheIsolation, Caller, IdentityResolver
-from extproc.admission.limits import RequestUsage
+from extproc.admission.rate_limits import RequestUsage
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.snapshot import Snapshot, limits_without_redis
+from extproc.api.config_snapshot import Snapshot, limits_without_redis
 from extproc.cli.check import budgets_without_identity, mixed_currencies
 from extproc.core.flow_control import AdmissionController
 from tests.controller.gateway.compile.test_gateway_config_credentials import digest
@@ -126,8 +126,8 @@ def test_a_key_is_charged_by_its_own_limits_and_budgets_alone() -> None:
     assert list(admission.key_limits) == ["web", "twin"]
     # rows tell what each of them has used before a start
     (query,) = admission.usage_queries(NOON_S)
-    assert (query.window, query.dimensions) == (budget.open_window(NOON_S), {"tenant", "key"})
-    spent = admission.empty_remaining_budgets(query, NOON_S)
+    assert (query.window, query.dimensions) == (budget.current_window(NOON_S), {"tenant", "key"})
+    spent = admission.make_remaining_budgets(query, NOON_S)
     spent.add_row(UsageRollupRow(tenant="acme", key="web", input_tokens=4))
     spent.add_row(UsageRollupRow(tenant="acme", key="free", input_tokens=5))
     local, shared = spent.levels()

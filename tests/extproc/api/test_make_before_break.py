@@ -11,7 +11,7 @@ from extproc.api.make_before_break import WarmingEngines
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 SERVER = """
 apiVersion: attache.dev/v1alpha1

@@ -12,7 +12,7 @@ from extproc.api.config_loader import load_snapshot
 from extproc.api.model_server import AdapterSource
 
 if TYPE_CHECKING:
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 SERVER = """
 apiVersion: attache.dev/v1alpha1

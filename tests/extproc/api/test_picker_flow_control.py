@@ -13,7 +13,7 @@ from extproc.api.config_loader import load_snapshot
 
 if TYPE_CHECKING:
     from extproc.api.admission import FlowControl
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 SERVER = b"""
 apiVersion: attache.dev/v1alpha1

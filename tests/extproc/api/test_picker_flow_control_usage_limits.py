@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.api.admission import Band, FlowControl
+from extproc.api.admission import FlowControl, PriorityBand
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
 from extproc.api.picker_flow_control import SESSION_HEADERS, PriorityHoldback
@@ -102,7 +102,7 @@ def test_each_objective_is_a_band_of_its_own() -> None:
     assert {10, -2, 0, 50, 100} <= found.keys()
     assert 11 in found, "what is above 10 is no part of it"
     before = {band.priority: band for band in flow_control("").bands}
-    assert isinstance(before[0], Band)
+    assert isinstance(before[0], PriorityBand)
     assert found[10] == msgspec.structs.replace(before[0], name="priority-10", priority=10)
 
 

@@ -21,7 +21,7 @@ from extproc.api.quantities import Money, money_text
 from tests.extproc.scenes import configuration
 
 if TYPE_CHECKING:
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 COUNTS = st.integers(0, 10**9)
 RATES = st.integers(0, 10**9)

@@ -9,11 +9,11 @@ import pytest
 
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
+from extproc.api.config_snapshot import needed_file_descriptors
 from extproc.api.dns_resolution import with_resolved_addresses
 from extproc.api.model_server import ServedApi
 from extproc.api.provider import Provider
-from extproc.api.snapshot import needed_file_descriptors
-from extproc.wire_protocol import APIS_BY_NAME, APIS_BY_PATH, paths_of
+from extproc.wire_names import APIS_BY_NAME, APIS_BY_PATH, paths_of_apis
 
 KEYED = "connection: {apiKeyFile: a.key}, apis: [Messages]"
 
@@ -193,7 +193,7 @@ def test_a_usual_port_is_not_in_its_host_header(provider: Provider, authority: s
 
 def test_each_api_that_bodies_name_can_be_written() -> None:
     assert set(get_args(ServedApi)) == set(APIS_BY_NAME) == {one.spec.name for one in APIS_BY_PATH.values()}
-    assert paths_of(("ChatCompletions", "CountTokens")) == ("/v1/chat/completions", "/v1/messages/count_tokens")
+    assert paths_of_apis(("ChatCompletions", "CountTokens")) == ("/v1/chat/completions", "/v1/messages/count_tokens")
 
 
 @pytest.mark.parametrize(

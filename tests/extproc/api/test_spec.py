@@ -6,8 +6,8 @@ from __future__ import annotations
 import msgspec.inspect
 import pytest
 
-from extproc.api.decode import decode
-from extproc.api.kinds import DOCUMENT_KINDS
+from extproc.api.document_decoder import decode
+from extproc.api.document_kinds import DOCUMENT_KINDS
 from extproc.api.spec import ADVICE, Metadata, namespace_of, qualified_key
 from extproc.api.yaml_documents import Document
 

@@ -54,16 +54,16 @@ def test_on_is_text_where_it_is_the_name_of_a_field() -> None:
 def test_a_mistake_is_on_its_line_in_the_file() -> None:
     text = "# comment\na: 1\n---\nb:\n  - c: 1\n  - d: 2\n"
     _, second = split_documents("x.yaml", text)
-    found = second.mistakes([(("b", 1, "d"), "wrong"), (("b", 0, "missing", "deep"), "gone"), ((), "whole")])
+    found = second.locate_mistakes([(("b", 1, "d"), "wrong"), (("b", 0, "missing", "deep"), "gone"), ((), "whole")])
     assert [one.line for one in found] == [6, 5, 4]
     items = split_documents("x.json", '[\n  {"a": 1},\n  {\n    "b": {\n      "c": 2}}]')
-    assert [one.line for one in items[1].mistakes([(("b", "c"), "wrong"), ((), "whole")])] == [5, 3]
+    assert [one.line for one in items[1].locate_mistakes([(("b", "c"), "wrong"), ((), "whole")])] == [5, 3]
 
 
 def test_where_json_is_not_yaml_the_line_is_that_of_the_document() -> None:
     # libyaml takes no surrogate pairs
     document = Document("x.json", '{"a":\n"\\ud83d\\ude00"}', line=7, is_json=True)
-    assert [one.line for one in document.mistakes([(("a",), "wrong")])] == [7]
+    assert [one.line for one in document.locate_mistakes([(("a",), "wrong")])] == [7]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,6 @@ def test_broken_syntax_is_placed(file: str, text: str, line: int, message: str) 
 )
 def test_a_repeated_key_is_found(file: str, text: str) -> None:
     (document,) = split_documents(file, text)
-    (mistake,) = document.mistakes(parse_document(document)[1])
+    (mistake,) = document.locate_mistakes(parse_document(document)[1])
     assert (mistake.line, mistake.path) == (3, "a.b")
     assert "is written twice" in mistake.message

@@ -200,7 +200,7 @@ def test_more_endpoints_than_prompts_are_remembered_of_are_noted(check: Check, m
 def test_more_ranks_than_blocks_are_tracked_of_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 11)]
     server = {**SERVER, "endpoints": endpoints, "kvEvents": {"dataParallelSize": 8}}
-    monkeypatch.setattr("extproc.prefix.kv_events.MOST_BLOCKS_IN_ALL", 80 * 1_000_000)
+    monkeypatch.setattr("extproc.prefix.kv_event_decoder.MOST_BLOCKS_IN_ALL", 80 * 1_000_000)
     assert check(ModelServer=server) == []
     monkeypatch.undo()
     (note,) = check(ModelServer=server)
@@ -211,7 +211,7 @@ def test_more_ranks_than_blocks_are_tracked_of_are_noted(check: Check, monkeypat
 def test_engines_that_are_read_less_often_than_written_are_noted(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = [{"address": f"127.0.1.{number}:80"} for number in range(1, 101)]
     assert check(ModelServer={**SERVER, "endpoints": endpoints}) == []
-    monkeypatch.setattr("extproc.api.snapshot.MOST_SCRAPES_PER_S", 250.0)
+    monkeypatch.setattr("extproc.api.config_snapshot.MOST_SCRAPES_PER_S", 250.0)
     monkeypatch.setattr("extproc.cli.check.descriptor_hard_limit", lambda: 1_024)
     reads, descriptors = check(ModelServer={**SERVER, "endpoints": endpoints})
     assert "all intervals are 2 times as long as written (0.2 s is 0.4 s)" in reads

@@ -13,7 +13,7 @@ import pytest
 
 from extproc.__main__ import main
 from extproc.cli import common
-from extproc.cli.common import fetch_page, printable
+from extproc.cli.common import fetch_page, to_printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,7 @@ def test_other_pages_are_told_of_in_a_line_without_marks_for_the_terminal(
         assert main(["explain", "--url", f"http://{address}", str(body)]) == 2
     told = capsys.readouterr().err
     assert address in told
-    assert told == printable(told)
+    assert told == to_printable(told)
 
 
 def test_names_from_elsewhere_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from extproc.__main__ import main
-from extproc.api.status_pages import ObjectiveCounts
+from extproc.api.status_pages import SloObjectiveCounts
 from extproc.cli.slo import merge_attainments, render
 from tests.extproc.cli.test_common import answering, page
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 HOUR = 480_000
 NOW_S = HOUR * 3600.0 + 1800.0
-TTFT = ObjectiveCounts("default/chat", "chat", "ttft", 0.5, 0.99, 30 * 86400.0)
+TTFT = SloObjectiveCounts("default/chat", "chat", "ttft", 0.5, 0.99, 30 * 86400.0)
 
 
-def counted(*hours: tuple[int, int, int], excluded: int = 0) -> ObjectiveCounts:
+def counted(*hours: tuple[int, int, int], excluded: int = 0) -> SloObjectiveCounts:
     return msgspec.structs.replace(TTFT, hours=list(hours), excluded=excluded)
 
 
-def shown(*counts: ObjectiveCounts, worst: int = 3) -> list[str]:
+def shown(*counts: SloObjectiveCounts, worst: int = 3) -> list[str]:
     return render(merge_attainments(counts), now_s=NOW_S, worst=worst)
 
 

@@ -16,10 +16,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from bench.sizes.configuration import GatewayPorts, ObjectCounts, configuration
+from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
 from bench.stack.processes import free_ports, ports_in_a_row
 from extproc.api.config_loader import load_snapshot
-from extproc.api.status_pages import ObjectiveCounts
+from extproc.api.status_pages import SloObjectiveCounts
 from extproc.console import pages
 from extproc.console.pages import ConsoleWorker
 from extproc.console.slo import objectives_answer
@@ -330,9 +330,9 @@ async def test_keys_are_listed_without_digests_and_objectives_as_the_command_has
 
 
 def test_the_least_budget_comes_first_and_the_rest_is_counted() -> None:
-    def counts(number: int, bad: int) -> ObjectiveCounts:
+    def counts(number: int, bad: int) -> SloObjectiveCounts:
         hours = [(HOUR - number, 100 - bad, bad)] if bad else []
-        return ObjectiveCounts("default/r", f"c{number}", "ttft", 0.5, 0.9, 86_400.0, 0, hours)
+        return SloObjectiveCounts("default/r", f"c{number}", "ttft", 0.5, 0.9, 86_400.0, 0, hours)
 
     steps = objectives_answer(
         [counts(number, number % 60) for number in range(120)], find="", now_s=3600.0 * HOUR, worker=0, workers=1

@@ -23,7 +23,7 @@ from extproc.core.effects import (
     AbortDecode,
     AskGuard,
     AskLimits,
-    AskTokens,
+    AskPromptTokens,
     Broadcast,
     CancelPrefill,
     Decision,
@@ -37,7 +37,7 @@ from extproc.core.effects import (
     SettleGrant,
     WakeAt,
 )
-from extproc.core.guards import GuardFailed, GuardReply
+from extproc.core.guard_decisions import GuardFailed, GuardReply
 from extproc.core.peer_events import (
     SILENCE_S,
     EventBatch,
@@ -51,7 +51,7 @@ from extproc.core.peer_events import (
 from extproc.core.request_record import AdapterLoadResult, Outcome, PrefillResult, RequestHead
 from extproc.core.request_states import IN_FLIGHT, TRANSITIONS, WAITING, RequestEvent, RequestState
 from extproc.engines.engine_responses import AdapterLoadProblem
-from extproc.errors import RateLimited, Refusal
+from extproc.refusals import RateLimited, Refusal
 from tests.extproc.core.setting import (
     GATES,
     LIMITS,
@@ -68,9 +68,9 @@ from tests.extproc.core.setting import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from extproc.admission.limits import Grant, RequestUsage
+    from extproc.admission.rate_limits import Grant, RequestUsage
+    from extproc.core.admission_pipeline import Answer
     from extproc.core.effects import RequestEffect
-    from extproc.core.pipeline import Answer
     from extproc.core.request_record import DispatchedRequest
     from extproc.endpoints.table import EndpointRef
 
@@ -116,7 +116,7 @@ class Life:
         self.store = LocalLimits()
         self.unsettled: list[Grant] = []
         # own requests: whose streams wait for something, which were sent and are not closed, all that there were
-        self.pending: dict[str, AskLimits | AskGuard | AskTokens | RequestHeld] = {}
+        self.pending: dict[str, AskLimits | AskGuard | AskPromptTokens | RequestHeld] = {}
         # by when the gateways of held ones are answered, as they were told
         self.answer_by_s: dict[str, float] = {}
         # loads that were asked for and have not ended
@@ -268,7 +268,7 @@ class Life:
 
     def follow(self, own: RequestEffect | None) -> None:
         match own:
-            case AskLimits() | AskGuard() | AskTokens() | RequestHeld():
+            case AskLimits() | AskGuard() | AskPromptTokens() | RequestHeld():
                 self.pending[own.ticket] = own
                 if isinstance(own, RequestHeld):
                     self.answer_by_s[own.ticket] = self.now + own.longest_s
@@ -327,7 +327,7 @@ class Life:
             answer = self.grant(ask) if kind == "granted" else RateLimited("", kind="", headers={}, retry_after_s=1)
         elif isinstance(ask, AskGuard):
             answer = GUARD_ANSWERS[kind]
-        elif isinstance(ask, AskTokens) and kind == "granted":
+        elif isinstance(ask, AskPromptTokens) and kind == "granted":
             answer = list(range(100))
         self.resume(ticket, answer)
 
@@ -397,7 +397,7 @@ class Life:
                 assert record.since_s + 10.0 > self.now, "its client should have been told"
             if record.state is RequestState.AWAITING_ENGINE:
                 assert record.engine_by_s > self.now, "its client should have been told"
-                pool = record.pending_arrival.pool
+                pool = record.arrival_before_dispatch.pool
                 assert not pool.readiness.is_whole or pool.name in self.core.admission.gates
             if record.state is RequestState.QUEUED:
                 assert record.queued is not None
@@ -488,9 +488,9 @@ class Life:
             (self.core._pipeline.engines._held, everybody),
             *((g.held, [*g.records.values()]) for g in groups),
         ]:
-            tenants = Counter(one.pending_arrival.caller.tenant for one in theirs)
+            tenants = Counter(one.arrival_before_dispatch.caller.tenant for one in theirs)
             assert (held.requests, dict(held._requests)) == (len(theirs), dict(tenants))
-            assert held.bytes == held._bytes.total() == sum(len(one.pending_arrival.body) for one in theirs)
+            assert held.bytes == held._bytes.total() == sum(len(one.arrival_before_dispatch.body) for one in theirs)
             assert held._bytes.keys() == tenants.keys()
         assert {*self.decided, *self.legs, *self.elsewhere} == {one.ticket for one in records if one.state in IN_FLIGHT}
         # beside those that have ended and wait for their outcomes, there is nothing else

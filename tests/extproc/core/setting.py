@@ -7,7 +7,7 @@ import json
 import random
 from typing import TYPE_CHECKING
 
-from extproc.admission.flows import FlowKey
+from extproc.admission.flow_queues import FlowKey
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect, LoadAdapter, RequestHeld
 from extproc.core.peer_events import RequestStarted
@@ -21,7 +21,7 @@ from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.peer_events import PeerEvent
 
 SERVER = "default/llama"

@@ -17,14 +17,14 @@ from extproc.core.effects import BreakerChanged, Broadcast, Decision, RequestRef
 from extproc.core.peer_events import AskLimitLevels, EventBatch, ProcessAlive, decode_events, encode_events
 from extproc.core.request_record import Outcome
 from extproc.endpoints.breaker import BreakerState
-from extproc.errors import ServerFailing
+from extproc.refusals import ServerFailing
 from tests.examples import slow
 from tests.extproc.scenes import configuration, endpoints, request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.effects import Effect
     from extproc.scheduling.pool import Pool
 

@@ -17,12 +17,12 @@ from extproc.core.request_record import Outcome, RequestHead
 from extproc.endpoints.engine_reports import apply_report
 from extproc.endpoints.in_flight import backlogs, requests_in_backlog
 from extproc.engines.metrics import EngineReport, LoraState
-from extproc.errors import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
-from extproc.prefix.kv_events import BlocksStored
+from extproc.prefix.kv_event_decoder import BlocksStored
 from extproc.prefix.kv_index import EventSource
+from extproc.refusals import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 from tests.extproc.conftest import CONFIG, decide, in_some_state, settle
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ def test_an_endpoint_may_hold_its_share_of_what_the_process_remembers(
 def test_ten_lying_engines_of_eight_ranks_have_no_more_blocks_than_a_process_tracks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("extproc.prefix.kv_events.MOST_BLOCKS_IN_ALL", 800)
+    monkeypatch.setattr("extproc.prefix.kv_event_decoder.MOST_BLOCKS_IN_ALL", 800)
     endpoints = ", ".join(f'{{address: "127.0.0.{number}:80"}}' for number in range(1, 11))
     config = f"""
 apiVersion: attache.dev/v1alpha1

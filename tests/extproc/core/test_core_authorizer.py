@@ -12,7 +12,7 @@ import pytest
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.request_record import RequestHead
-from extproc.errors import BadRequest, ModelNotAllowed, Refusal, UnknownModel
+from extproc.refusals import BadRequest, ModelNotAllowed, Refusal, UnknownModel
 
 DIRECTORY = """
 apiVersion: attache.dev/v1alpha1

@@ -27,9 +27,9 @@ from extproc.core.effects import (
 )
 from extproc.core.request_record import Outcome, RequestHead
 from extproc.core.request_states import RequestState
-from extproc.errors import BadRequest, InternalError, NoEndpoint
 from extproc.llmd.picker_builder import picker_from_text
 from extproc.llmd.plugin_types import BUILT_IN
+from extproc.refusals import BadRequest, InternalError, NoEndpoint
 from extproc.scheduling.registry import PluginType
 from tests.extproc.conftest import in_some_state
 

@@ -13,8 +13,8 @@ from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestHeld, RequestRefused
 from extproc.core.request_record import RequestHead
-from extproc.errors import Shed
 from extproc.llmd.picker_builder import PickerFactory
+from extproc.refusals import Shed
 
 if TYPE_CHECKING:
     from extproc.core.effects import Effect

@@ -22,7 +22,7 @@ from tests.extproc.breakers import trip
 from tests.extproc.conftest import CONFIG
 
 if TYPE_CHECKING:
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 BODY = json.dumps({"model": "chat", "messages": [{"role": "user", "content": "hello"}]}).encode()
 SERVER = CONFIG.replace(b"model: llama-3.1-8b", b"model: llama-3.1-8b\n  pickerConfig: epp.yaml")

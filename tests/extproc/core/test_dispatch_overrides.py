@@ -14,7 +14,7 @@ from extproc.api.config_errors import ConfigInvalid
 from extproc.api.parameter_overrides import REFUSED, check_parameters
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.request_record import Arrival, RequestHead
-from extproc.errors import RateLimited
+from extproc.refusals import RateLimited
 from extproc.request import anthropic, body_parser, inference_request, openai, token_apis
 from extproc.request.inference_request import CommonFields
 from tests.extproc.scenes import configuration, core_of, endpoints, request

@@ -18,7 +18,7 @@ from extproc.core.effects import Decision
 from extproc.core.request_record import BUNDLE, Arrival, GatewayProperties, RequestHead
 from extproc.request.body_parser import parse_body
 from extproc.routing.routing_table import Destination
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 from tests.extproc.scenes import configuration
 
 ELSEWHERE = GatewayProperties(is_bundle=False)

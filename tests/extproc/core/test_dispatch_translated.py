@@ -13,9 +13,9 @@ from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused
 from extproc.core.explanation import to_text
 from extproc.core.request_record import GatewayProperties, Outcome
-from extproc.errors import UnknownPath
+from extproc.refusals import UnknownPath
 from extproc.translate.directive import TranslationDirective, decode_directive, encode_directive, translation_target_api
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 from tests.extproc.scenes import configuration, endpoints, request
 
 A, B, C = "10.0.0.1:8000", "10.0.1.1:8000", "10.0.2.1:8000"

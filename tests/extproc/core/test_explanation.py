@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from bench.stack.stack import documents
+from bench.stack.loopback_stack import documents
 from extproc.__main__ import main
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
@@ -35,7 +35,7 @@ from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.request_metrics import Metrics
 from extproc.runtime.admin_pages import ExplainPage
 from extproc.scheduling.cache_estimator import Prompt
-from extproc.streams.context import GatewayOptions
+from extproc.streams.stream_dependencies import GatewayOptions
 from tests.extproc.breakers import trip
 from tests.extproc.conftest import CONFIG, settle
 

@@ -24,14 +24,14 @@ from extproc.core.request_record import GatewayProperties, Outcome
 from extproc.core.request_states import RequestState
 from extproc.engines.engine_responses import parse_model_list
 from extproc.engines.metrics import EngineReport, LoraState
-from extproc.errors import UnknownPath
+from extproc.refusals import UnknownPath
 from tests.extproc.breakers import trip
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.effects import Effect
 
 A1, A2, B1, B2, C1 = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.1.1:8000", "10.0.1.2:8000", "10.0.2.1:8000"

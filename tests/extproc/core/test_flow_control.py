@@ -10,16 +10,16 @@ import msgspec
 import pytest
 
 from extproc.api.config_loader import load_snapshot
+from extproc.core.admission_pipeline import usage_to_reserve
 from extproc.core.core import Core
 from extproc.core.effects import ClientLeft, Decision, RequestRefused
-from extproc.core.pipeline import usage_to_reserve
 from extproc.core.request_record import Outcome
 from extproc.core.request_states import RequestState
-from extproc.errors import NoEndpoint, QueueFull, QueueTimeout, RateLimited, Shed
+from extproc.refusals import NoEndpoint, QueueFull, QueueTimeout, RateLimited, Shed
 from tests.extproc.scenes import ONE_AT_A_TIME, Scene, configuration, ends, request
 
 if TYPE_CHECKING:
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.request_record import Arrival
 
 FLOW_CONTROL = f"""
@@ -229,7 +229,7 @@ def test_a_stored_prompt_costs_as_much_as_such_prompts_had() -> None:
     scene.core.on_stream_closed(own.ticket, 1.0)
     told = outcome(own.ticket, completion_tokens=1)
     scene.core.on_outcome(msgspec.structs.replace(told, prompt_tokens=20_000), 1.0)
-    assert estimate.stored_tokens == 20_000
+    assert estimate.stored_prompt_tokens == 20_000
     # nothing follows for prompts that are sent whole
     assert reserved() == plain
     usage = usage_to_reserve(response(scene.core, previous_response_id="resp_1"))

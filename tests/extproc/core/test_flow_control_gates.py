@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.admission.flows import FlowKey
+from extproc.admission.flow_queues import FlowKey
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestHeld
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, request
 
 if TYPE_CHECKING:
-    from extproc.admission.flows import QueuedRequest
-    from extproc.api.snapshot import Snapshot
+    from extproc.admission.flow_queues import QueuedRequest
+    from extproc.api.config_snapshot import Snapshot
 
 ENGINES = endpoints("10.0.0.1:8000", "10.0.0.2:8000")
 

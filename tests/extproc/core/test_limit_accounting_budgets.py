@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from extproc.admission import budgets
 from extproc.admission.budget_recovery import UsageRollupRow
-from extproc.admission.limits import NO_USAGE
+from extproc.admission.limit_refusals import soft_budget_warning
 from extproc.admission.local_limits import MOST_LEVELS
-from extproc.admission.refusals import soft_budget_warning
+from extproc.admission.rate_limits import NO_USAGE
 from extproc.core import flow_control
 from extproc.core.core import Core
 from extproc.core.effects import (
@@ -33,8 +33,8 @@ from extproc.core.limit_accounting import NO_OTHERS
 from extproc.core.peer_events import EventBatch, LimitSpent, decode_events, encode_events
 from extproc.core.request_record import Outcome
 from extproc.core.request_states import RequestState
-from extproc.errors import BudgetSpent
 from extproc.feeds.saved_limits import SavedLimits
+from extproc.refusals import BudgetSpent
 from tests.examples import examples
 from tests.extproc.scenes import configuration, request
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from extproc.admission.buckets import BucketLevel
+    from extproc.admission.token_buckets import BucketLevel
     from extproc.core.effects import Effect, RequestEffect
     from extproc.core.limit_accounting import MachineGrantLedger
     from extproc.scheduling.pool import Pool
@@ -99,7 +99,7 @@ class Process:
         )
         self.name, self.began_s, self.wire = name, began_s, [] if wire is None else wire
         self.wire.append(self)
-        self.core.on_wall_clock(began_s, 0.0)
+        self.core.align_with_wall_clock(began_s, 0.0)
 
     def perform(self, effects: Iterable[Effect], now: float) -> list[Effect]:
         done = list(effects)
@@ -133,7 +133,7 @@ class Process:
         """By the answer to the only question."""
         admission = self.core.admission
         (query,) = admission.usage_queries(self.began_s + now)
-        spent = admission.empty_remaining_budgets(query, self.began_s + now)
+        spent = admission.make_remaining_budgets(query, self.began_s + now)
         for row in rows:
             spent.add_row(row)
         return self.core.cap_budgets(spent, now)
@@ -232,7 +232,7 @@ def test_the_wall_clock_may_be_set_back_and_nothing_is_refilled() -> None:
     process = Process("{name: b, window: Day, max: {requests: 1}}", began_s=utc("2026-11-15T23:59:50+00:00"))
     assert isinstance(process.ask(0.0), Decision)
     assert isinstance(process.ask(20.0), Decision)
-    process.core.on_wall_clock(utc("2026-11-15T23:59:00+00:00"), 30.0)
+    process.core.align_with_wall_clock(utc("2026-11-15T23:59:00+00:00"), 30.0)
     refusal(process.ask(30.0))
 
 
@@ -357,7 +357,7 @@ def test_rows_of_a_key_whose_tenant_envoy_did_not_know_are_its_tenants() -> None
         ["route", "tenant"],
         ["key", "route", "tenant"],
     ]
-    spent = process.core.admission.empty_remaining_budgets(query, process.began_s)
+    spent = process.core.admission.make_remaining_budgets(query, process.began_s)
     for tenant in ("", "anonymous"):
         # of all callers without a tenant, once more by key
         spent.add_row(UsageRollupRow(tenant, route="default/chat", requests=9))

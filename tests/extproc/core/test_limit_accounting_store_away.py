@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.admission.buckets import Limit, SharedStoreCopy
-from extproc.admission.limits import Charge, Grant, RequestUsage
 from extproc.admission.local_limits import LocalLimits
+from extproc.admission.rate_limits import Charge, Grant, RequestUsage
+from extproc.admission.token_buckets import Limit, SharedStoreCopy
 from extproc.core.effects import ChargeSharedStore, Effect, SettleGrant
 from extproc.core.limit_accounting import LimitAccounting
-from extproc.errors import RateLimited
+from extproc.refusals import RateLimited
 from tests.examples import examples
 from tests.store_model import Store
 
@@ -62,7 +62,7 @@ class Process:
                 grant = found
             else:
                 grant = self.accounts.reserve_without_store(
-                    [charge], [self.memory.max_level("k", LIMIT, now)], now, out
+                    [charge], [self.memory.level_before_debts("k", LIMIT, now)], now, out
                 )
         except RateLimited:
             return None
@@ -211,7 +211,7 @@ def test_a_process_that_speaks_first_to_an_empty_store_does_not_give_back_what_o
     assert busy.ask(60.0, 1.1) is not None
     store.forget()
     assert first.ask(20.0, 1.2) is not None
-    left = busy.memory.max_level("k", LIMIT, 1.3) - 20.0
+    left = busy.memory.level_before_debts("k", LIMIT, 1.3) - 20.0
     for now in (1.3, 1.4, 1.5):
         for one in (busy, first):
             # what the first knew is lowered once, however often both ask
@@ -237,7 +237,7 @@ def test_a_budget_that_was_raised_since_the_last_answer_has_more_left() -> None:
     memory.on_store_answer(
         "k", memory.make_bucket_report("k", before, 1.0), 20.0, store_at_s=1.0, now=1.0, budget=before
     )
-    assert memory.max_level("k", now, 2.0) == 70.0
+    assert memory.level_before_debts("k", now, 2.0) == 70.0
 
 
 def test_a_request_that_is_larger_than_a_part_is_granted_and_paid_off() -> None:

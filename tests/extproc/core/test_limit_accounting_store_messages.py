@@ -13,12 +13,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extproc.admission.buckets import BucketReport, Limit, SharedStoreCopy
-from extproc.admission.limits import Charge, Grant, RequestUsage
 from extproc.admission.local_limits import LocalLimits
+from extproc.admission.rate_limits import Charge, Grant, RequestUsage
+from extproc.admission.token_buckets import BucketReport, Limit, SharedStoreCopy
 from extproc.core.effects import ChargeSharedStore, Effect, SettleGrant
 from extproc.core.limit_accounting import LimitAccounting
-from extproc.errors import RateLimited
+from extproc.refusals import RateLimited
 from tests.examples import examples
 from tests.store_model import Store
 
@@ -154,7 +154,7 @@ class World:
 
     def _grant_alone(self, charge: Charge) -> None:
         out: list[Effect] = []
-        most_left = self.memory.max_level("k", self.limit, self.now)
+        most_left = self.memory.level_before_debts("k", self.limit, self.now)
         try:
             grant = self.accounts.reserve_without_store([charge], [most_left], self.now, out)
         except RateLimited:
@@ -308,7 +308,7 @@ def test_an_answer_that_another_one_overtook_says_nothing_new() -> None:
     world = play(steps("ask", "ask", "arrive", "arrive"), rate=1e-9, amount=10.0)
     world.answer(1)
     world.answer(0)
-    assert world.memory.max_level("k", world.limit, world.now) == pytest.approx(20.0)
+    assert world.memory.level_before_debts("k", world.limit, world.now) == pytest.approx(20.0)
 
 
 def test_what_was_charged_without_an_answer_is_charged_once() -> None:

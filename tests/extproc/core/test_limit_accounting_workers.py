@@ -12,7 +12,7 @@ import pytest
 
 from extproc.core.effects import Broadcast, Decision
 from extproc.core.peer_events import HEARTBEAT_S, EventBatch, decode_events, encode_events
-from extproc.feeds.shared_grants import MmapGrantLedger
+from extproc.feeds.shared_limit_grants import MmapGrantLedger
 from tests.examples import examples
 from tests.extproc.core.test_limit_accounting_budgets import Process
 

@@ -15,9 +15,9 @@ from extproc.core.effects import Decision, RequestRefused
 from extproc.core.request_record import GatewayProperties, RequestHead
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
-from extproc.errors import BadRequest, NoEndpoint, Refusal
+from extproc.refusals import BadRequest, NoEndpoint, Refusal
 from extproc.routing.mirror import MirrorDirective, read_directive
-from extproc.wire_protocol import MIRROR, MIRRORED_TENANT
+from extproc.wire_names import MIRROR, MIRRORED_TENANT
 from tests.extproc.scenes import configuration, core_of, endpoints, request
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from extproc.admission.fairness import VirtualTokenCounter
-from extproc.admission.flows import FlowKey
+from extproc.admission.flow_queues import FlowKey
 from extproc.api.config_loader import load_snapshot
 from extproc.core import running_requests
 from extproc.core.core import Core

@@ -36,8 +36,8 @@ from extproc.core.remote_prefill import attempt_timeout_s
 from extproc.core.request_record import Outcome, PrefillResult, RequestHead
 from extproc.core.request_states import RequestState
 from extproc.endpoints.in_flight import begin_request
-from extproc.errors import InternalError, PrefillFailed, PrefillRefused, Refusal
 from extproc.metrics.request_metrics import Metrics
+from extproc.refusals import InternalError, PrefillFailed, PrefillRefused, Refusal
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer, duplex_decision_answer
 from tests.extproc.breakers import trip
@@ -515,7 +515,7 @@ def test_even_if_its_engines_cannot_be_freed_its_client_is_answered(monkeypatch:
 
 def in_flight(scene: Scene) -> dict[str, int]:
     """As autoscalers read it."""
-    page = scene.core.meter.page(scene.core.pools, 0.0)
+    page = scene.core.meter.process_demand(scene.core.pools, 0.0)
     return {address: one.in_flight for address, one in page.servers[SERVER].engines.items() if one.in_flight}
 
 
@@ -523,7 +523,7 @@ def test_autoscalers_see_a_request_at_its_prefill_engine_first_and_then_at_its_d
     scene = Scene(config())
     _, asked, _ = scene.arrive(max_tokens=1000)
     assert in_flight(scene) == {P: 1}
-    engines = scene.core.meter.page(scene.core.pools, 0.0).servers[SERVER].engines
+    engines = scene.core.meter.process_demand(scene.core.pools, 0.0).servers[SERVER].engines
     # of its answer the prefill engine computes nothing
     assert 100 < engines[P].in_flight_tokens < 1000
     scene.answer(asked.ticket, 0.5)
@@ -578,7 +578,7 @@ PRICED: Final = "pricing: [{perMillion: {input: 1, output: 10}}]"
 @pytest.mark.parametrize("end", ["disconnect", "closed"])
 def test_a_client_that_leaves_pays_for_its_prompt_once(end: str) -> None:
     scene = Scene(config(others=PRICED, route=BUDGET))
-    scene.core.on_wall_clock(1_000_000.0, 0.0)
+    scene.core.align_with_wall_clock(1_000_000.0, 0.0)
     _, asked, _ = scene.arrive(1.0, max_tokens=500)
     assert scene.spent()["output_tokens"] == 500
     verb = scene.core.on_disconnect if end == "disconnect" else scene.core.on_stream_closed
@@ -595,7 +595,7 @@ def test_a_client_that_leaves_pays_for_its_prompt_once(end: str) -> None:
 
 def test_a_client_that_leaves_has_a_row_as_others_that_leave() -> None:
     scene = Scene(config(others=PRICED) + USAGE_LOG)
-    scene.core.on_wall_clock(1_000_000.0, 0.0)
+    scene.core.align_with_wall_clock(1_000_000.0, 0.0)
     _, asked, _ = scene.arrive(1.0, max_tokens=500, stream=False)
     (logged,) = [one for one in scene.core.on_disconnect(asked.ticket, 3.5) if isinstance(one, LogUsage)]
     row = parse_usage_line(msgspec.json.encode(logged.line), 1_000_010.0)

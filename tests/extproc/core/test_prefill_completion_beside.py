@@ -21,8 +21,8 @@ from extproc.core.effects import (
 from extproc.core.peer_events import EventBatch, RequestStarted
 from extproc.core.request_record import Outcome
 from extproc.core.request_states import RequestState
-from extproc.errors import BadRequest
 from extproc.metrics.request_metrics import Metrics
+from extproc.refusals import BadRequest
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer, duplex_decision_answer
 from tests.extproc.core.setting import told

@@ -65,7 +65,7 @@ def in_flight(scene: Scene) -> dict[str, int]:
     tables = [pool.table for pool in scene.core.pools.values()]
     found = {table.addresses[row]: int(table.in_flight[row]) for table in tables for row in table.active_rows}
     counted = {address: count for address, count in found.items() if count}
-    servers = scene.core.meter.page(scene.core.pools, 0.0).servers.values()
+    servers = scene.core.meter.process_demand(scene.core.pools, 0.0).servers.values()
     assert counted == {
         name: one.in_flight for server in servers for name, one in server.engines.items() if one.in_flight
     }
@@ -148,7 +148,7 @@ def test_a_fallback_that_has_no_room_at_once_does_not_hold_it_any_longer() -> No
 def test_it_is_charged_once_and_by_the_price_of_who_serves_it() -> None:
     spare = f"endpoints: [{{address: {S}}}], pricing: [{{perMillion: {{input: 3, output: 30}}}}]"
     scene = Scene(with_fallback(spare=spare, others=PRICED, route=BUDGET))
-    scene.core.on_wall_clock(1_000_000.0, 0.0)
+    scene.core.align_with_wall_clock(1_000_000.0, 0.0)
     _, asked, _ = scene.arrive(1.0, max_tokens=500)
     reserved = scene.spent()
     found = decision(scene.answer(asked.ticket, 1.5, failure="unreachable"))

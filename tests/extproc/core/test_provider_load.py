@@ -11,11 +11,11 @@ from typing import Final
 import pytest
 
 from extproc.api.dns_resolution import with_resolved_addresses
-from extproc.core.capacity import has_capacity, load_fraction
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestHeld
 from extproc.core.peer_events import EngineReported, EventBatch, decode_events, encode_events
 from extproc.core.request_record import RequestHead
+from extproc.core.spare_capacity import has_capacity, load_fraction
 from extproc.engines.metrics import EngineReport
 from tests.extproc.breakers import trip
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
@@ -233,7 +233,7 @@ spec: {clients: Trusted, loadShownTo: [east]}
 
 def shown(core: Core, tenant: str = "east", now: float = 0.0, *, is_trusted: bool = True) -> float | None:
     head = RequestHead("GET", "/v1/models/m", {"x-attache-tenant": tenant}, has_body=False, is_trusted=is_trusted)
-    return core.load_for_caller(head, "m", now)
+    return core.load_fraction_for_caller(head, "m", now)
 
 
 def telling(own: str = QUEUE, others: str = SHOWN, **rule: object) -> Core:

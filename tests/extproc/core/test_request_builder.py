@@ -11,7 +11,7 @@ from extproc.admission.identity import ANONYMOUS_CALLER
 from extproc.core import request_builder as module
 from extproc.core.request_record import RequestHead
 from extproc.request.body_parser import parse_body
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 from tests.extproc.scenes import configuration, core_of, endpoints
 
 if TYPE_CHECKING:

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.api.spec import STEPS_LISTENER
+from extproc.core.admission_pipeline import usage_to_reserve
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestRefused
-from extproc.core.pipeline import usage_to_reserve
 from extproc.core.request_record import Outcome, RequestHead
 from extproc.endpoints.learned_speeds import learn_service_time, service_times
 from extproc.endpoints.table import EndpointTable
-from extproc.errors import (
+from extproc.refusals import (
     BadRequest,
     MethodNotAllowed,
     ModelNotAllowed,
+    ModelRepositoryRefused,
     RateLimited,
-    RepositoryRefused,
     UnknownModel,
     UnknownPath,
 )
 from extproc.scheduling.builtin_pickers import LeastWork
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 from tests.extproc.conftest import settle
 from tests.extproc.scenes import configuration, core_of, endpoints
 
@@ -146,14 +146,14 @@ def test_a_server_that_an_http_route_chose_is_asked_as_the_client_wrote() -> Non
 )
 def test_repository_verbs_are_refused_whoever_chose_the_server(path: str) -> None:
     core = core_of(servers={"v2": V2}, routes=IRIS)
-    with pytest.raises(RepositoryRefused):
+    with pytest.raises(ModelRepositoryRefused):
         core.builder.build_for_server("default/v2", RequestHead("POST", path, {}, has_body=True), b"")
 
 
 def test_repository_verbs_are_refused_also_if_their_beginning_is_the_prefix_of_the_server() -> None:
     core = core_of(servers={"v2": f"pathPrefix: /v2\n{V2}"}, routes=IRIS)
     for path in ("/repository/index", "//repository/models/x/load", "/repository"):
-        with pytest.raises(RepositoryRefused):
+        with pytest.raises(ModelRepositoryRefused):
             core.builder.build_for_server("default/v2", RequestHead("POST", path, {}, has_body=True), b"")
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from bench.sizes.configuration import GatewayPorts, ObjectCounts, configuration, model_route
+from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration, model_route
 from extproc.api.config_loader import SnapshotLoader
 from extproc.core import request_builder as builder
 from extproc.core.core import Core
 from extproc.core.request_builder import CallerAccess
 from extproc.core.request_record import RequestHead
 from extproc.routing import routing_table
-from extproc.wire_protocol import CLIENT
+from extproc.wire_names import CLIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,7 +34,7 @@ from extproc.core.request_record import RequestHead
 from extproc.core.request_states import TRANSITIONS, IllegalEvent, RequestEvent, RequestState
 from extproc.engines.engine_responses import AdapterLoadProblem
 from extproc.engines.metrics import EngineReport
-from extproc.errors import Refusal
+from extproc.refusals import Refusal
 from tests.examples import examples
 from tests.extproc.core.life import GUARD_ANSWERS, Life
 from tests.extproc.core.setting import (
@@ -56,7 +56,7 @@ from tests.extproc.core.setting import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from extproc.core.pipeline import Answer
+    from extproc.core.admission_pipeline import Answer
     from extproc.endpoints.adapter_slots import Change
 
 MODELS = st.sampled_from(["m", "m", "sql", "law"])

@@ -26,15 +26,15 @@ from extproc.core.response_cache import (
     is_complete_answer,
     parse_cache_control,
 )
-from extproc.errors import BadRequest, NotCached, RateLimited, StoredAnswer
-from extproc.wire_protocol import REVISION_LABEL as REVISION
-from extproc.wire_protocol import Api
+from extproc.refusals import BadRequest, NotCached, RateLimited, StoredAnswer
+from extproc.wire_names import REVISION_LABEL as REVISION
+from extproc.wire_names import Api
 from tests.extproc.scenes import CHAT, configuration, endpoints, request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.request_record import Arrival
 
 SERVER: Final = f"scrapeInterval: 0s\n{endpoints('10.0.0.1:8000')}"
@@ -153,7 +153,7 @@ IGNORED: Final = {"user", "metadata", "service_tier", "request_id", "safety_iden
 def key_in(core: Core, arrival: Arrival) -> str | None:
     """Of a request that is looked up."""
     ticket = core.arrive(arrival, 0.0)[0].ticket
-    awaited = core._caches.pop_awaited(ticket)
+    awaited = core._caches.pop_awaited_answer(ticket)
     return None if awaited is None else awaited.key.text
 
 

@@ -12,7 +12,7 @@ import pytest
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestHeld, RequestRefused, RequestSloJudged, SloMissPredicted
 from extproc.core.explanation import to_text
-from extproc.errors import ObjectiveUnmeetable, QueueTimeout, RateLimited
+from extproc.refusals import ObjectiveUnmeetable, QueueTimeout, RateLimited
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, endpoints, ends, request
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from extproc.core.effects import Broadcast, Decision, OutcomeJoined, RequestHeld
 from extproc.core.peer_events import EventBatch
 from extproc.core.request_record import Outcome
 from extproc.core.slo_verdicts import SloVerdict
-from extproc.errors import NoEndpoint, QueueTimeout, RateLimited, Refusal
+from extproc.refusals import NoEndpoint, QueueTimeout, RateLimited, Refusal
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, request
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from extproc.core.core import Core
-from extproc.core.effects import AskLimits, AskTokens, Decision, LoadAdapter, RequestHeld, RequestRefused
+from extproc.core.effects import AskLimits, AskPromptTokens, Decision, LoadAdapter, RequestHeld, RequestRefused
 from extproc.core.request_record import AdapterLoadResult, RequestHead
 from extproc.core.request_states import RequestState
 from extproc.core.trace import Trace, TraceParent, TraceStep, parse_trace_parent
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_is_asked_is_a_step() -> None:
     core = Core(snapshot(ONE), rng=random.Random(1), ticket_prefix="t")
     core.pools[SERVER].caches.set_feed_state(0, is_whole=True)
     own, _, trace = begun(core)
-    assert isinstance(own, AskTokens)
+    assert isinstance(own, AskPromptTokens)
     sent, _ = core.resume(own.ticket, list(range(100)), 0.5)
     assert steps_of(trace, [sent], 0.6) == [TraceStep("tokenize", 0.0, 0.5), TraceStep("pick", 0.5, 0.6)]
 

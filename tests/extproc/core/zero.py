@@ -24,9 +24,9 @@ from tests.extproc.scenes import configuration
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.core.effects import Effect
-    from extproc.errors import Refusal
+    from extproc.refusals import Refusal
 
 SMALL, BIG = "default/small", "default/big"
 ACTIVATION = "activation: {holdTimeout: 60s, startTime: 30s}"

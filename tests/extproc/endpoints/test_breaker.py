@@ -53,20 +53,20 @@ def test_open_becomes_half_open_by_the_time_alone() -> None:
 def test_late_results_change_nothing() -> None:
     before = BreakerPass(CLOSED.generation)
     breaker = tripped(CLOSED, 100.0)
-    assert not breaker.is_current(before, 99.0)
+    assert not breaker.is_current_result(before, 99.0)
     probe = BreakerPass(breaker.generation, "t1")
     closed = breaker.with_probe_lease("t1", 101.3).after_success("t1", 102.0)
     assert closed.state(102.0) is BreakerState.CLOSED
-    assert not closed.is_current(probe, 101.3)
-    assert not closed.is_current(before, 99.0)
-    assert closed.is_current(BreakerPass(closed.generation), 102.1)
+    assert not closed.is_current_result(probe, 101.3)
+    assert not closed.is_current_result(before, 99.0)
+    assert closed.is_current_result(BreakerPass(closed.generation), 102.1)
 
 
 def test_a_request_whose_generation_is_not_known_counts_if_it_was_sent_since() -> None:
     breaker = tripped(CLOSED, 100.0)
-    assert not breaker.is_current(BreakerPass(), 99.9)
-    assert breaker.is_current(BreakerPass(), 100.0)
-    assert CLOSED.is_current(BreakerPass(), 0.0)
+    assert not breaker.is_current_result(BreakerPass(), 99.9)
+    assert breaker.is_current_result(BreakerPass(), 100.0)
+    assert CLOSED.is_current_result(BreakerPass(), 0.0)
 
 
 def test_while_it_is_open_only_probes_count() -> None:
@@ -232,7 +232,7 @@ class Breakers(RuleBasedStateMachine):
             passed = BreakerPass(breaker.generation, ticket)
 
             def lease(one: Process, now: float) -> None:
-                if one.breaker.trips and one.breaker.is_current(passed, now):
+                if one.breaker.trips and one.breaker.is_current_result(passed, now):
                     one.breaker = one.breaker.with_probe_lease(ticket, now)
 
             self.everywhere(lease, name)
@@ -249,7 +249,7 @@ class Breakers(RuleBasedStateMachine):
 
         def settle(one: Process, now: float) -> None:
             breaker = one.breaker
-            if not breaker.is_current(sent.passed, sent.sent_at_s):
+            if not breaker.is_current_result(sent.passed, sent.sent_at_s):
                 return
             match result:
                 case "good":
@@ -270,7 +270,7 @@ class Breakers(RuleBasedStateMachine):
         sent = self.sent[ticket]
 
         def end(one: Process, now: float) -> None:
-            if one.breaker.is_current(sent.passed, sent.sent_at_s):
+            if one.breaker.is_current_result(sent.passed, sent.sent_at_s):
                 one.breaker = one.breaker.after_probe_stream(ticket, now)
 
         self.everywhere(end, sent.by)

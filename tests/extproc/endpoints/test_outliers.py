@@ -106,8 +106,8 @@ def test_failures_of_one_tenant_count_no_more_than_those_of_all_others_and_one()
 
 def test_an_equal_refusal_is_remembered() -> None:
     health = table_of(1).healths[0]
-    assert not health.is_repeated(7)
-    assert health.is_repeated(7)
+    assert not health.is_repeated_refusal(7)
+    assert health.is_repeated_refusal(7)
     for number in range(100, 200):
-        health.is_repeated(number)
-    assert not health.is_repeated(7), "the memory is bounded"
+        health.is_repeated_refusal(number)
+    assert not health.is_repeated_refusal(7), "the memory is bounded"

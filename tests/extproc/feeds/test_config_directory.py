@@ -15,11 +15,11 @@ from extproc.api.config_loader import ConfigDirectory
 from extproc.api.status_pages import ConfigReport, content_digest
 from extproc.core.core import Core
 from extproc.core.request_record import RequestHead
-from extproc.errors import NoEndpoint
 from extproc.feeds import config_directory as directory
 from extproc.feeds.config_directory import DirectoryFeed, fetch_envoy_endpoints
 from extproc.llmd.picker_builder import PickerFactory
 from extproc.metrics.request_metrics import Metrics
+from extproc.refusals import NoEndpoint
 from extproc.scheduling.framework import ConfiguredPicker
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from extproc.api.config_loader import load_snapshot
 from extproc.api.engine_connection import EngineConnection, EngineTls
-from extproc.api.guards import GuardService
+from extproc.api.guard_services import GuardService
 from extproc.api.model_server import ModelServerSpec, StaticEndpoint
 from extproc.core.core import Core
 from extproc.core.request_record import RequestHead

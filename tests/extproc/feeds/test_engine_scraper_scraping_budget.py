@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from bench.stack.processes import free_ports
-from extproc.api import snapshot as scrapes
+from extproc.api import config_snapshot as scrapes
 from extproc.api.config_loader import load_snapshot
-from extproc.api.snapshot import (
+from extproc.api.config_snapshot import (
     file_descriptor_warnings,
     max_idle_connections,
     scrape_interval_factor,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 PAGE = b"vllm:num_requests_waiting 1\nvllm:num_requests_running 1\nvllm:kv_cache_usage_perc 0.5\n"
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from extproc.admission.guards import Guard
-from extproc.api.guards import GuardService
+from extproc.admission.route_guards import RouteGuardConfig
+from extproc.api.guard_services import GuardService
 from extproc.api.quantities import Duration
 from extproc.core.core import Core
 from extproc.core.effects import AskGuard, GuardAnswered
-from extproc.core.guards import GuardFailed, GuardReply
+from extproc.core.guard_decisions import GuardFailed, GuardReply
 from extproc.feeds import guard_client
 from extproc.feeds.engine_http import EngineCredentials
 from extproc.feeds.guard_client import GuardClient
@@ -99,7 +99,7 @@ class Caller:
         spec: dict[str, Any] = {"timeout": Duration("60s"), **fields}
         service = GuardService(name="pii", url=url, **spec)
         arrival = request(self.core, content, headers={"x-attache-tenant": "acme", **(client or {})})
-        return AskGuard("t-1", arrival, Guard("pii", service, is_open=False, most_bytes=1 << 24))
+        return AskGuard("t-1", arrival, RouteGuardConfig("pii", service, is_open=False, most_bytes=1 << 24))
 
     async def says(self, url: str, **fields: object) -> GuardReply | GuardFailed:
         return await self.guards.ask_guard(self.ask(url, **fields))

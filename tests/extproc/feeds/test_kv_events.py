@@ -31,7 +31,7 @@ from tests.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
     from extproc.scheduling.pool import Pool
 
 SIZE = 4
@@ -479,7 +479,7 @@ spec: {model: m, kvEvents: {}, endpoints: [{address: "127.0.0.1:1", kvEvents: "1
 async def test_an_engine_that_has_more_than_its_new_share_is_not_whole_even_if_it_says_nothing_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("extproc.prefix.kv_events.MOST_BLOCKS_IN_ALL", 4)
+    monkeypatch.setattr("extproc.prefix.kv_event_decoder.MOST_BLOCKS_IN_ALL", 4)
     engine = Engine()
     engine.start()
     config = """
@@ -507,7 +507,7 @@ spec:
 async def test_an_engine_with_more_than_is_followed_is_told_and_not_whole(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("extproc.prefix.kv_events.MOST_BLOCKS", 2)
+    monkeypatch.setattr("extproc.prefix.kv_event_decoder.MOST_BLOCKS", 2)
     engine = Engine()
     engine.start()
     async with subscribed(engine) as (pool, metrics):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.admission.buckets import Limit, Reservation
-from extproc.admission.limits import Charge, Grant, RequestUsage, StoreUnavailable
+from extproc.admission.rate_limits import Charge, Grant, RequestUsage, StoreUnavailable
+from extproc.admission.token_buckets import Limit, Reservation
 from extproc.feeds.redis_limits import RedisLimits
 from extproc.metrics.request_metrics import Metrics
 from tests.lying_redis import LIES, RESP3_LIES, lying_redis

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.admission.buckets import Limit
-from extproc.admission.limits import Charge, RequestUsage
 from extproc.admission.local_limits import LocalLimits
-from extproc.errors import RateLimited
+from extproc.admission.rate_limits import Charge, RequestUsage
+from extproc.admission.token_buckets import Limit
 from extproc.feeds.saved_limits import SavedLimits, write_state
+from extproc.refusals import RateLimited
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from extproc.llmd.plugin_types import BUILT_IN, NOT_BUILT, installed_plugins
 from extproc.scheduling.framework import NamedScorer, NeedsPlugins, Profile
 from extproc.scheduling.plugins.filters import PrefixCacheAffinityFilter
 from extproc.scheduling.plugins.load_scorers import PrefixCacheScorer, QueueScorer, TokenLoadScorer
-from extproc.scheduling.plugins.selectors import MaxScoreSelector, WeightedRandomSelector
+from extproc.scheduling.plugins.score_selectors import MaxScoreSelector, WeightedRandomSelector
 from tests.extproc.scheduling.plugins.views import view_of
 
 CONFIG = """\

@@ -8,13 +8,13 @@ import re
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from bench.stack.stack import documents
+from bench.stack.loopback_stack import documents
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.endpoints.health import EngineFailure
 from extproc.endpoints.outliers import record_bad_answer, record_good_answer
 from extproc.metrics.endpoint_series import EndpointSeries
-from extproc.prefix.kv_events import BlocksStored
+from extproc.prefix.kv_event_decoder import BlocksStored
 from extproc.prefix.kv_index import EventSource, KvIndex
 from tests.extproc.breakers import trip
 

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from bench.sizes.configuration import GatewayPorts, ObjectCounts, address_of, configuration
+from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, address_of, configuration
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.request_states import RequestState
@@ -24,9 +24,9 @@ from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport
 from extproc.metrics.exposition import (
     _MOST_PENDING,
-    Counters,
+    CounterFamily,
     DeferredHistogram,
-    DeferredHistograms,
+    DeferredHistogramFamily,
     MetricFamily,
     Registry,
 )
@@ -73,7 +73,7 @@ def test_gauges_and_counters_are_written_as_the_library_writes_them(
 @given(st.lists(st.floats(min_value=0, max_value=1e12), min_size=1, max_size=30))
 def test_histograms_are_written_as_the_library_writes_them(values: list[float]) -> None:
     registry = Registry()
-    histograms = DeferredHistograms("h", "Seconds.", (0.1, 1, 1e7), ["server"], registry)
+    histograms = DeferredHistogramFamily("h", "Seconds.", (0.1, 1, 1e7), ["server"], registry)
     for value in values:
         histograms.observe(value, 'a"b\n')
     bounds = [0.1, 1.0, 1e7, math.inf]
@@ -87,7 +87,7 @@ def test_the_librarys_own_collectors_are_on_the_page_too() -> None:
     registry, reference = Registry(), CollectorRegistry()
     for one in (registry, reference):
         Gauge("g", "A gauge.", registry=one).set(2)
-    Counters("c", "A counter.", [], registry).add()
+    CounterFamily("c", "A counter.", [], registry).add()
     page = "".join(registry.exposition_chunks())
     assert page.startswith(generate_latest(reference).decode())
     assert page.endswith("c_total 1.0\n")
@@ -123,7 +123,7 @@ BOUNDS = (0.1, 0.5, 1.0)
 
 def test_counts_by_label() -> None:
     registry = CollectorRegistry()
-    counts = Counters("asked", "Questions.", ["by"], registry)
+    counts = CounterFamily("asked", "Questions.", ["by"], registry)
     counts.add_series("nobody")
     counts.add("one")
     counts.add("one")
@@ -169,7 +169,7 @@ def test_an_amount_that_would_spoil_a_series_for_ever_is_left_out_and_logged(
     amount: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = CollectorRegistry()
-    counts = Counters("cost", "Seconds.", [], registry)
+    counts = CounterFamily("cost", "Seconds.", [], registry)
     counts.add_amount(2.0)
     counts.add_amount(amount)
     assert registry.get_sample_value("cost_total") == 2
@@ -184,7 +184,7 @@ def test_an_amount_that_would_spoil_a_series_for_ever_is_left_out_and_logged(
 
 def test_a_name_is_taken_once() -> None:
     registry = CollectorRegistry()
-    Counters("asked", "Questions.", [], registry)
+    CounterFamily("asked", "Questions.", [], registry)
     with pytest.raises(ValueError, match="asked"):
         DeferredHistogram("asked", "Questions.", BOUNDS, registry)
 
@@ -208,4 +208,4 @@ def test_what_nobody_reads_does_not_pile_up() -> None:
     spread = DeferredHistogram("took", "Seconds.", BOUNDS, CollectorRegistry())
     for _ in range(3 * _MOST_PENDING):
         spread.observe(0.2)
-    assert spread.pending < _MOST_PENDING
+    assert spread.pending_count < _MOST_PENDING

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from extproc.metrics.admission_metrics import OTHERS, AdmissionMetrics
-from extproc.metrics.exposition import Counters
+from extproc.metrics.exposition import CounterFamily
 from extproc.metrics.label_cardinality import BusiestNames
 from extproc.metrics.request_metrics import Metrics
 
@@ -27,7 +27,7 @@ class Names:
         self.lost.clear()
         for name, count in counts.items():
             for _ in range(count):
-                assert self.all.count(name, now) == self.all.shown_name(name)
+                assert self.all.count_request(name, now) == self.all.shown_name(name)
         return set(self.lost)
 
     def __contains__(self, name: str) -> bool:
@@ -108,7 +108,7 @@ def test_a_review_gives_places_to_the_largest_and_no_more(minutes: list[list[str
     lost=st.sets(st.sampled_from("ab")),
 )
 def test_series_that_end_change_no_other(added: list[tuple[str, str, int]], lost: set[str]) -> None:
-    counters = Counters("c", "", ["tenant", "server"], CollectorRegistry())
+    counters = CounterFamily("c", "", ["tenant", "server"], CollectorRegistry())
     for tenant, server, amount in added:
         counters.add_amount(amount, tenant, server)
     before = dict(counters.items())
@@ -117,7 +117,7 @@ def test_series_that_end_change_no_other(added: list[tuple[str, str, int]], lost
 
 
 def test_a_page_that_is_being_written_has_the_sums_of_one_moment() -> None:
-    counters = Counters("c", "", ["tenant"], CollectorRegistry())
+    counters = CounterFamily("c", "", ["tenant"], CollectorRegistry())
     for number in range(3):
         counters.add_amount(10, f"t{number}")
     pieces = counters.exposition_chunks()
@@ -137,7 +137,7 @@ def test_tenants_that_become_large_get_series_and_none_goes_backwards() -> None:
     for minute, tenants in enumerate(["aab", "ccccccaa", "cccccbbb", "dddddddddd", "dddd"]):
         now[0] = minute * MINUTE_S
         for tenant in tenants:
-            admission._requests.add(admission._tenants.count(tenant, now[0]), "picked")
+            admission._requests.add(admission._tenants.count_request(tenant, now[0]), "picked")
             counts = {one: count for (one, _), count in admission._requests.items()}
             grown = sum(max(0, count - before.get(one, 0)) for one, count in counts.items())
             assert grown == 1

@@ -14,7 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.core.effects import Effect, RequestRefused
-from extproc.errors import (
+from extproc.metrics.request_metrics import Metrics
+from extproc.refusals import (
     BadRequest,
     EngineStarting,
     NoEndpoint,
@@ -23,7 +24,6 @@ from extproc.errors import (
     Refusal,
     Shed,
 )
-from extproc.metrics.request_metrics import Metrics
 from tests.extproc.core.test_flow_control import FLOW_CONTROL, ONE, one_engine, outcome, scene_of
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration
 

@@ -8,8 +8,8 @@ import pytest
 
 from extproc.core.request_record import RequestHead
 from extproc.core.request_states import RequestState
-from extproc.errors import UnknownModel
 from extproc.metrics.recent_requests import OPEN_S, RecentRequests
+from extproc.refusals import UnknownModel
 from tools.console_pictures import Gateway, snapshot_of
 
 LIMITED = [{"per": "Tenant", "unit": "hour", "requests": 2}]

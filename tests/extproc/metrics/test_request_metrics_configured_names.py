@@ -14,7 +14,7 @@ from tests.extproc.scenes import configuration, request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 HEADERS = {"x-attache-tenant": "a"}
 GATEWAY = """\
@@ -54,7 +54,7 @@ class Process:
 
     def __init__(self, first: Snapshot) -> None:
         self.core = Core(first, rng=random.Random(0), ticket_prefix="t")
-        self.core.on_wall_clock(1_800_000_000.0, 0.0)
+        self.core.align_with_wall_clock(1_800_000_000.0, 0.0)
         self.metrics = Metrics(
             lambda: list(self.core.pools.values()),
             lambda: 1_800_000_000.0,

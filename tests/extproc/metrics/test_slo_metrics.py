@@ -15,7 +15,7 @@ from extproc.core.request_record import Outcome, RequestHead
 from extproc.core.slo_verdicts import AnswerLatencies, SloVerdict
 from extproc.metrics import slo_metrics as module
 from extproc.metrics.exposition import Registry
-from extproc.metrics.slo_metrics import MOST_ANSWER_SERIES, MOST_TIMED_TENANTS, AnswerTimes, ObjectiveSeries
+from extproc.metrics.slo_metrics import MOST_ANSWER_SERIES, MOST_TIMED_TENANTS, AnswerTimeHistograms, ObjectiveSeries
 from tests.extproc.conftest import settle
 from tests.extproc.scenes import core_of, request
 
@@ -159,7 +159,7 @@ def test_a_client_adds_no_series_where_an_http_route_passes_on_the_name_that_it_
     server = "endpoints: [{address: '10.0.0.1:8000'}]\nmodelRewrites: [{models: [old], targets: [{model: new}]}]"
     route = "modelName: chat\nloraAdapters: [sql]"
     core, registry = core_of(servers={"llama": server}, routes={"chat": route}), Registry()
-    times = AnswerTimes(registry, dict, lambda: 0.0)
+    times = AnswerTimeHistograms(registry, dict, lambda: 0.0)
     for name in ("m", "sql", "old", "x" * 10_000, "y"):
         body = json.dumps({"model": name, "messages": [{"role": "user", "content": "hi"}]}).encode()
         head = RequestHead("POST", "/v1/chat/completions", {}, has_body=True)
@@ -184,7 +184,7 @@ def test_answers_are_measured_by_model_server_and_class() -> None:
     own, _ = core.arrive(request(core), 0.0)
     assert isinstance(own, Decision)
     outcome = Outcome(own.ticket, 200, "10.0.0.1:8000", 4.0, None, None, None, None)
-    times, taken = AnswerTimes(registry, dict, lambda: 0.0), AnswerLatencies(0.3, 0.02, 4.0)
+    times, taken = AnswerTimeHistograms(registry, dict, lambda: 0.0), AnswerLatencies(0.3, 0.02, 4.0)
     settled = OutcomeJoined("default/llama", own.assignment, outcome, model="m", waited_s=0.5, times=taken)
     for number in range(MOST_ANSWER_SERIES + 50):
         times.observe(msgspec.structs.replace(settled, model=f"m{number}"))
@@ -214,7 +214,7 @@ def test_the_tenants_with_the_most_answers_have_histograms_of_their_own() -> Non
     own, _ = core.arrive(request(core), 0.0)
     assert isinstance(own, Decision)
     outcome = Outcome(own.ticket, 200, "10.0.0.1:8000", 4.0, None, None, None, None)
-    times = AnswerTimes(registry, dict, lambda: now[0])
+    times = AnswerTimeHistograms(registry, dict, lambda: now[0])
     settled = OutcomeJoined("default/llama", own.assignment, outcome, model="m", times=AnswerLatencies(0.3, 0.02, 4.0))
 
     def answer(tenant: str, times_: int = 1) -> None:

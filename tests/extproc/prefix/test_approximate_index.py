@@ -17,9 +17,9 @@ from extproc.prefix.approximate_index import (
     PrefixIndex,
     PrefixMatch,
     PromptTail,
-    covered_units,
     hash_blocks,
     max_blocks_per_endpoint,
+    size_of_first_blocks,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def chain_of(*parts: int) -> list[int]:
     """Equal leading parts give equal leading blocks; a part is 1 KiB."""
     chain = hash_blocks(b"".join(bytes([part]) * 1024 for part in parts), "m")
     for at, block in enumerate(chain):
-        _sizes[block] = (covered_units(at + 1) - covered_units(at)) * FIRST_BLOCK_BYTES
+        _sizes[block] = (size_of_first_blocks(at + 1) - size_of_first_blocks(at)) * FIRST_BLOCK_BYTES
     return chain
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.prefix.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, max_blocks_per_source
+from extproc.prefix.kv_event_decoder import AllBlocksCleared, BlocksRemoved, BlocksStored, max_blocks_per_source
 from extproc.prefix.kv_index import SPECULATION_S, EventSource, KvIndex, chain_keys
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def test_it_agrees_with_a_plain_model_of_ranks_and_media(actions: list[tuple[obj
             )
     for source in SOURCES:
         index.clear(source)
-    assert not index.sweep()
+    assert not index.drop_cleared_blocks()
     assert index.block_keys([1] * SIZE, adapter=None, salt=None) == {}
 
 
@@ -294,7 +294,7 @@ def test_a_large_cache_counts_no_more_at_once_and_is_dropped_in_slices() -> None
     assert index.blocks_held(0) == 10_000
     assert held(index, [0, 9_000, 0, 0]) == {}
     slices = 1
-    while index.sweep():
+    while index.drop_cleared_blocks():
         slices += 1
     assert slices == 4
     # a row that is given to another endpoint meanwhile has nothing of the last one
@@ -354,7 +354,7 @@ def test_what_a_prompt_costs_grows_neither_with_the_caches_nor_with_those_that_c
 
 
 def test_an_engine_with_more_blocks_than_are_followed_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("extproc.prefix.kv_events.MOST_BLOCKS", 10)
+    monkeypatch.setattr("extproc.prefix.kv_event_decoder.MOST_BLOCKS", 10)
     index = KvIndex()
     for value in range(8):
         index.apply(EventSource(0), [stored([value] * SIZE, [value])])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.admission.buckets import Limit
+from extproc.admission.token_buckets import Limit
 from extproc.core.peer_events import EventBatch, LimitSpent, PeerEvent, ProcessAlive, encode_events
 from extproc.metrics.request_metrics import Metrics
 from extproc.replication.buses import LocalBus, RedisBus, RedisUnusable, redis_client

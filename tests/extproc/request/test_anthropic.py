@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import pytest
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.anthropic import to_openai_chat
 from extproc.request.body_parser import parse_body
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 CACHE: Final = {"cache_control": {"type": "ephemeral"}}
 PICTURE: Final = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.request.body_parser import api_by_body
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 CLAUDE = {"anthropic-version": "2023-06-01"}
 

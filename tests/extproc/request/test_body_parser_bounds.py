@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.body_parser import (
     MOST_COMMAS,
     MOST_MEMBERS,
@@ -19,10 +19,10 @@ from extproc.request.body_parser import (
     MOST_STRINGS,
     JsonMarkCounts,
     check_bounds,
-    count_outside_strings,
+    count_json_marks,
     parse_body,
 )
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 from tests.examples import examples
 
 
@@ -82,7 +82,7 @@ def counted(value: object) -> JsonMarkCounts:
 @given(values)
 def test_objects_and_members_are_counted_as_a_decoder_counts_them(value: object) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
-    assert count_outside_strings(np.frombuffer(body, np.uint8), is_inside=False) == (counted(value), False)
+    assert count_json_marks(np.frombuffer(body, np.uint8), is_inside=False) == (counted(value), False)
 
 
 @settings(max_examples=examples(250))
@@ -92,8 +92,8 @@ def test_a_text_may_be_counted_in_pieces(value: object, cut: int) -> None:
     cut %= len(body)
     while cut and body[cut - 1 : cut] == b"\\":
         cut -= 1
-    first, is_inside = count_outside_strings(np.frombuffer(body[:cut], np.uint8), is_inside=False)
-    second, is_inside = count_outside_strings(np.frombuffer(body[cut:], np.uint8), is_inside=is_inside)
+    first, is_inside = count_json_marks(np.frombuffer(body[:cut], np.uint8), is_inside=False)
+    second, is_inside = count_json_marks(np.frombuffer(body[cut:], np.uint8), is_inside=is_inside)
     assert (first.plus(second), is_inside) == (counted(value), False)
 
 

@@ -8,10 +8,10 @@ import tracemalloc
 
 import pytest
 
-from extproc.errors import BadRequest
-from extproc.request.body_parser import MOST_OBJECTS, parse_body, steering_fields_of_unread
+from extproc.refusals import BadRequest
+from extproc.request.body_parser import MOST_OBJECTS, parse_body, steering_fields_of_unread_body
 from extproc.request.inference_request import STEERING_FIELDS
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 HELLO = [{"role": "user", "content": "hello"}]
 BODIES = {
@@ -33,7 +33,7 @@ def test_they_are_found_beside_the_others_and_in_what_vllm_passes_on(api: Api, n
     for steering in ({name: 1}, {"vllm_xargs": {"ngram_size": 30, name: "a"}}):
         body = json.dumps(plain | steering).encode()
         assert parse_body(api, body).internal_fields == (name,)
-        assert steering_fields_of_unread(body) == (name,)
+        assert steering_fields_of_unread_body(body) == (name,)
 
 
 @pytest.mark.parametrize("arguments", [None, [], "kv_transfer_params", 7])
@@ -46,7 +46,7 @@ def test_a_body_beyond_our_bounds_hides_none() -> None:
     many = json.dumps({"pad": [{}] * (MOST_OBJECTS + 1), "model": "m", "messages": HELLO, "kv_transfer_params": {}})
     with pytest.raises(BadRequest):
         parse_body(Api.CHAT, many.encode())
-    assert steering_fields_of_unread(many.encode()) == ("kv_transfer_params",)
+    assert steering_fields_of_unread_body(many.encode()) == ("kv_transfer_params",)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-16-le", "utf-32"])
@@ -61,7 +61,7 @@ def test_a_body_beyond_our_bounds_hides_none() -> None:
     ],
 )
 def test_what_only_engines_read_hides_none(text: str, encoding: str) -> None:
-    assert steering_fields_of_unread(text.encode(encoding)) == ("bootstrap_host",)
+    assert steering_fields_of_unread_body(text.encode(encoding)) == ("bootstrap_host",)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_only_engines_read_hides_none(text: str, encoding: str) -> None:
     ],
 )
 def test_other_bodies_have_none(body: bytes) -> None:
-    assert steering_fields_of_unread(body) == ()
+    assert steering_fields_of_unread_body(body) == ()
 
 
 def test_millions_of_members_take_no_memory() -> None:
@@ -86,7 +86,7 @@ def test_millions_of_members_take_no_memory() -> None:
     body = f'{{{many}, "vllm_xargs": {{{many}, "lora_path": "/a"}}}}'.encode()
     tracemalloc.start()
     try:
-        assert steering_fields_of_unread(body) == ("lora_path",)
+        assert steering_fields_of_unread_body(body) == ("lora_path",)
         assert tracemalloc.get_traced_memory()[1] < 2 * len(body)
     finally:
         tracemalloc.stop()

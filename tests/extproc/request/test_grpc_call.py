@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.errors import BadRequest, CompressedMessage, MethodNotAllowed, RepositoryRefused, UnknownPath
+from extproc.refusals import BadRequest, CompressedMessage, MethodNotAllowed, ModelRepositoryRefused, UnknownPath
 from extproc.request.grpc_call import MOST_FIELDS, MOST_NAME_BYTES, api_of_call, read_call, with_model_name
-from extproc.wire_protocol import REPOSITORY_CALLS, SERVER_CALLS, V2_SERVICE, Api
+from extproc.wire_names import REPOSITORY_CALLS, SERVER_CALLS, V2_SERVICE, Api
 from tests.model_calls import INFER, TENSORFLOW, V2, framed, infer
 
 HEADERS = {"content-type": "application/grpc", "te": "trailers"}
@@ -112,7 +112,7 @@ def test_calls_are_known_by_their_paths() -> None:
         (INFER, "GET", True, MethodNotAllowed),
         (INFER, "POST", False, BadRequest),
         (f"{V2_SERVICE}ModelStreamInfer", "POST", True, UnknownPath),
-        *((path, "POST", True, RepositoryRefused) for path in REPOSITORY_CALLS),
+        *((path, "POST", True, ModelRepositoryRefused) for path in REPOSITORY_CALLS),
     ]
     for path, method, has_body, error in refused:
         with pytest.raises(error):

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.request.body_parser import parse_body
-from extproc.request.json_rewrite import has_plain_names, span_of, with_changes
-from extproc.wire_protocol import Api
+from extproc.request.json_rewrite import has_unambiguous_names, span_of, with_changes
+from extproc.wire_names import Api
 from tests.examples import examples
 
 CHANGES: dict[str, object] = {"model": "b", "stream_options": {"include_usage": True}}
@@ -151,8 +151,8 @@ def test_bodies_as_libraries_write_them_are_plain(separators: tuple[str, str]) -
     fields = {"model": "m", "messages": [{"content": "x" * 40_000}], "n": 2**63 + 1, "metadata": {"é": "é"}}
     body = json.dumps(fields, separators=separators).encode()
 
-    assert has_plain_names(body)
-    assert has_plain_names(body, (body.index(b'"xxx'), body.index(b"}]")))
+    assert has_unambiguous_names(body)
+    assert has_unambiguous_names(body, (body.index(b'"xxx'), body.index(b"}]")))
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_bodies_as_libraries_write_them_are_plain(separators: tuple[str, str]) -
     ],
 )
 def test_a_body_with_repeated_or_escaped_names_is_not_plain(body: bytes) -> None:
-    assert not has_plain_names(body)
-    assert has_plain_names(with_changes(body, {}))
+    assert not has_unambiguous_names(body)
+    assert has_unambiguous_names(with_changes(body, {}))
 
 
 def test_fields_are_removed_wherever_they_stand() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.errors import BadRequest, MethodNotAllowed, Refusal
+from extproc.refusals import BadRequest, MethodNotAllowed, Refusal
 from extproc.request.model_in_path import api_of_model_path, check_method, read_model_path, request_by_path
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 NAMES = st.text(min_size=1, max_size=40).filter(lambda one: one not in {".", ".."} and "/" not in one)
 

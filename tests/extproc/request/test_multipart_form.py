@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.multipart_form import MOST_PARTS, read_form, with_fields
 
 TYPE = "multipart/form-data; boundary=cut"

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.errors import BadRequest, Refusal
+from extproc.refusals import BadRequest, Refusal
 from extproc.request.body_parser import parse_body
 from extproc.request.inference_request import CHAT_TOKENS
-from extproc.wire_protocol import BODY_APIS, Api
+from extproc.wire_names import BODY_APIS, Api
 
 if TYPE_CHECKING:
     from extproc.request.inference_request import InferenceRequest

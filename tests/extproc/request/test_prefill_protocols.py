@@ -27,7 +27,7 @@ from extproc.request.prefill_protocols import (
     sglang_abort_bodies,
     why_body_not_disaggregated,
 )
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.body_parser import parse_body
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from extproc.request.inference_request import InferenceRequest

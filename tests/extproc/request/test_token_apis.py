@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.request.body_parser import parse_body
 from extproc.request.token_apis import prompt_tokens_in
-from extproc.wire_protocol import Api
+from extproc.wire_names import Api
 
 if TYPE_CHECKING:
     from extproc.request.inference_request import InferenceRequest

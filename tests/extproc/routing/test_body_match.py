@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from extproc.api.config_errors import ConfigInvalid
-from extproc.console.state import _match
+from extproc.console.process_view import _match
 from extproc.core.request_record import RequestHead
-from extproc.errors import BadRequest, UnknownModel
+from extproc.refusals import BadRequest, UnknownModel
 from extproc.routing import body_match
 from tests.extproc.scenes import configuration, core_of, endpoints, request
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from extproc.api.config_loader import load_snapshot
-from extproc.errors import UnknownModel
+from extproc.refusals import UnknownModel
 from extproc.routing.routing_table import Destination, ListedModel, RoutingTable, RuleSettings
 
 CONFIG = b"""

@@ -14,7 +14,7 @@ import pytest
 from extproc.api.config_errors import ConfigInvalid
 from extproc.core.explanation import sticky_split_of
 from extproc.routing.sticky_split import StickySplit
-from extproc.wire_protocol import TENANT, USER
+from extproc.wire_names import TENANT, USER
 from tests.extproc.scenes import configuration, core_of, endpoints, request
 
 SPLIT = StickySplit("Session", "default/chat")

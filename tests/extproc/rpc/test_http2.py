@@ -29,7 +29,7 @@ from extproc.rpc.http2 import (
     StreamReset,
     encode_frame,
 )
-from extproc.wire_protocol import MOST_STREAMS
+from extproc.wire_names import MOST_STREAMS
 
 ASKED = [(":method", "POST"), (":scheme", "http"), (":path", "/a.B/C"), (":authority", "x"), ("te", "trailers")]
 HEAD = b"\x88"  # :status 200

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from bench.sizes.configuration import GatewayPorts, ObjectCounts, configuration
+from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
 from bench.stack.processes import free_ports
 from extproc.api.config_loader import load_snapshot
 from extproc.api.status_pages import ConfigReport, EndpointLoad
@@ -57,7 +57,7 @@ async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[int, li
         metrics.registry,
         is_ready=lambda: True,
         report=ConfigReport,
-        loads=core.loads_in_parts,
+        loads=core.engine_loads_by_pool,
         demand=DemandWatchServer(core, clock),
         explain=None,
     )

@@ -22,7 +22,7 @@ from extproc.core.core import Core
 from extproc.core.effects import BreakerChanged
 from extproc.listen_sockets import listen
 from extproc.metrics.request_metrics import Metrics
-from extproc.runtime.admin_pages import reset_page, serve_pages
+from extproc.runtime.admin_pages import breaker_reset_page, serve_pages
 from extproc.runtime.demand_watch import DemandWatchServer
 from tests.extproc.breakers import trip
 from tests.extproc.conftest import CONFIG
@@ -49,10 +49,10 @@ async def served() -> AsyncIterator[tuple[str, Core, list[Effect]]]:
         metrics.registry,
         is_ready=lambda: True,
         report=ConfigReport,
-        loads=core.loads_in_parts,
+        loads=core.engine_loads_by_pool,
         demand=DemandWatchServer(core, clock),
         explain=None,
-        others=[reset_page(core, clock, performed.extend)],
+        others=[breaker_reset_page(core, clock, performed.extend)],
     )
     try:
         yield address, core, performed
@@ -118,7 +118,7 @@ async def test_breakers_are_reset_from_this_machine_alone(peer: object, status: 
     core = Core(load_snapshot({"all.yaml": CONFIG}), rng=random.Random(0), ticket_prefix="t")
     trip(core.pools[SERVER].table, 0, 0.0)
     performed: list[Effect] = []
-    page = reset_page(core, lambda: 0.0, performed.extend)
+    page = breaker_reset_page(core, lambda: 0.0, performed.extend)
     transport = mock.Mock(**{"get_extra_info.return_value": peer})
     answer = await page.handler(make_mocked_request("POST", f"{RESET_PATH}?server={SERVER}", transport=transport))
     assert isinstance(answer, web.Response)

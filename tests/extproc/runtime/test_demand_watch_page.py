@@ -57,7 +57,7 @@ async def page(endpoints: str = "") -> AsyncIterator[Page]:
         Registry(),
         is_ready=lambda: True,
         report=ConfigReport,
-        loads=core.loads_in_parts,
+        loads=core.engine_loads_by_pool,
         demand=watch,
         explain=None,
     )

@@ -12,11 +12,11 @@ import pytest
 from extproc.core.effects import Decision, Fault, PrefillEnded, RequestHeld, RequestRefused, WakeAt
 from extproc.core.request_record import PrefillLegResult, RequestHead
 from extproc.core.request_states import RequestState
-from extproc.errors import InternalError, QueueTimeout
 from extproc.feeds.engine_http import EngineCredentials
 from extproc.feeds.guard_client import GuardClient
 from extproc.feeds.tokenizers import Tokenizers
 from extproc.metrics.request_metrics import Metrics
+from extproc.refusals import InternalError, QueueTimeout
 from extproc.runtime.effect_performer import Performer, PreDecisionServices
 from tests.extproc.scenes import ONE_AT_A_TIME, configuration, core_of, endpoints, request
 

@@ -8,7 +8,7 @@ import pytest
 from extproc.endpoints.table import EndpointTable
 from extproc.engines.metrics import CacheConfig
 from extproc.prefix.approximate_index import ConversationTurn, ConversationTurns
-from extproc.prefix.kv_events import BlocksStored
+from extproc.prefix.kv_event_decoder import BlocksStored
 from extproc.prefix.kv_index import EventSource, KvIndex
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt
 
@@ -116,10 +116,10 @@ def test_the_next_turn_finds_prompt_and_answer() -> None:
 def test_the_share_of_an_answer_in_the_next_prompt_is_learned() -> None:
     turns = ConversationTurns()
     for _ in range(60):
-        turns.learn(expected=1000, found=0)
+        turns.learn_answer_share(expected=1000, found=0)
     assert turns.answer_share < 0.15
     for _ in range(200):
-        turns.learn(expected=100, found=150)
+        turns.learn_answer_share(expected=100, found=150)
     assert turns.answer_share > 0.9
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from extproc.api.config_errors import ConfigInvalid
-from extproc.errors import NoEndpoint, Shed
 from extproc.llmd.picker_builder import BuiltPicker, picker_from_text
 from extproc.llmd.plugin_types import BUILT_IN, installed_plugins
+from extproc.refusals import NoEndpoint, Shed
 from extproc.scheduling.builtin_pickers import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.external_plugins import try_out
 from extproc.scheduling.picker import Pick, View

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from extproc.errors import NoEndpoint
+from extproc.refusals import NoEndpoint
 from extproc.scheduling.framework import NamedFilter, NamedScorer, Profile
 from extproc.scheduling.plugins.filters import HealthyFilter, LeastRequestFilter
 from extproc.scheduling.plugins.load_scorers import KvCacheUtilizationScorer, PrefixCacheScorer, QueueScorer
-from extproc.scheduling.plugins.selectors import MaxScoreSelector
+from extproc.scheduling.plugins.score_selectors import MaxScoreSelector
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import pytest
 
 from extproc.api.config_errors import ConfigInvalid
 from extproc.endpoints.table import EndpointConfig
-from extproc.errors import BadRequest
 from extproc.llmd.picker_builder import picker_from_text
 from extproc.llmd.plugin_types import BUILT_IN
+from extproc.refusals import BadRequest
 from tests.extproc.scheduling.plugins.views import view_of
 
 if TYPE_CHECKING:

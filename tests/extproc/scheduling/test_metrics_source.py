@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from extproc.api.config_errors import ConfigInvalid
-from extproc.api.decode import read_picker_file
+from extproc.api.document_decoder import read_picker_file
 from extproc.api.engine_connection import EngineConnection, EngineTls
 from extproc.api.model_server import ModelServerSpec
 from extproc.api.picker_config import reject_file_references

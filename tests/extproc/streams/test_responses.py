@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.admission.buckets import Limit, Reservation
-from extproc.admission.limits import Charge, Grant
+from extproc.admission.rate_limits import Charge, Grant
+from extproc.admission.token_buckets import Limit, Reservation
 from extproc.core.effects import Decision
 from extproc.endpoints.table import EndpointRef
-from extproc.errors import (
+from extproc.refusals import (
     BadRequest,
     EngineStarting,
     InternalError,

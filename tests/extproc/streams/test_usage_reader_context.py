@@ -16,8 +16,8 @@ from extproc.core.core import Core
 from extproc.core.effects import RequestRefused
 from extproc.core.request_record import RequestHead
 from extproc.core.usage_log import usage_of_refusal, usage_of_unrouted_refusal
-from extproc.errors import NoEndpoint
 from extproc.metrics.request_metrics import Metrics
+from extproc.refusals import NoEndpoint
 from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse

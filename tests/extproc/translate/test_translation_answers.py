@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.errors import UntranslatableAnswer
+from extproc.refusals import UntranslatableAnswer
 from tests.extproc.translate import corpora
 from tests.extproc.translate.sdk_clients import answered, validated_answer
 from tests.extproc.translate.test_translation_streams import PAIRS, between, comparable, whole

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.errors import BadRequest, UntranslatableAnswer
+from extproc.refusals import BadRequest, UntranslatableAnswer
 from extproc.translate.translation import Translation, find_translation
 from tests.extproc.translate import corpora
 from tests.extproc.translate.test_translation_streams import between, events_of, read

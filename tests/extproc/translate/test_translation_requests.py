@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from extproc.errors import BadRequest, UnknownPath
+from extproc.refusals import BadRequest, UnknownPath
 from extproc.translate.translation import TranslatedRequest, Translation, find_translation
 from tests.extproc.translate import corpora
 from tests.extproc.translate.sdk_clients import validate_request

@@ -104,7 +104,7 @@ class HdfsLocation(msgspec.Struct, frozen=True):
         return f"hdfs://{self.authority}{self.path}"
 
 
-class ClaimLocation(msgspec.Struct, frozen=True):
+class PvcLocation(msgspec.Struct, frozen=True):
     """A path on a PersistentVolumeClaim that is mounted into the pod."""
 
     claim: str
@@ -126,14 +126,7 @@ class FileLocation(msgspec.Struct, frozen=True):
 
 
 Location = (
-    HubLocation
-    | BucketLocation
-    | AzureLocation
-    | WebLocation
-    | OciLocation
-    | HdfsLocation
-    | ClaimLocation
-    | FileLocation
+    HubLocation | BucketLocation | AzureLocation | WebLocation | OciLocation | HdfsLocation | PvcLocation | FileLocation
 )
 
 
@@ -208,11 +201,11 @@ def _hdfs(_: str, rest: str) -> HdfsLocation:
     return HdfsLocation(authority, "/" + _relative(unquote(path)))
 
 
-def _claim(_: str, rest: str) -> ClaimLocation:
+def _claim(_: str, rest: str) -> PvcLocation:
     claim, _, path = rest.partition("/")
     if not _CLAIM.fullmatch(claim):
         raise UriInvalid("write pvc://CLAIM/PATH")
-    return ClaimLocation(claim, _relative(path))
+    return PvcLocation(claim, _relative(path))
 
 
 def _file(_: str, rest: str) -> FileLocation:

@@ -59,7 +59,7 @@ class BatchSignature(msgspec.Struct, frozen=True):
     inputs: tuple[TensorSignature, ...] = ()
 
 
-class BatchPart(msgspec.Struct, frozen=True):
+class BatchableRequest(msgspec.Struct, frozen=True):
     """A request that may be joined with others that have an equal ``form``.
 
     ``rows``: how many it has. ``pieces``: of V1 the instances, of V2 the data of each input, as JSON without the
@@ -85,7 +85,7 @@ def is_joinable_path(path: str) -> bool:
     return bool(_PATH.fullmatch(path) or _V1_VERSION.fullmatch(path))
 
 
-def parse_batch_part(path: str, body: bytes) -> BatchPart | None:
+def parse_batch_part(path: str, body: bytes) -> BatchableRequest | None:
     """None: the request is not joined with others. ``path``: one of ``is_joinable_path``."""
     try:
         members = _MEMBERS.decode(body)
@@ -94,7 +94,7 @@ def parse_batch_part(path: str, body: bytes) -> BatchPart | None:
         return None
 
 
-def merge_requests(parts: Sequence[BatchPart]) -> bytes:
+def merge_requests(parts: Sequence[BatchableRequest]) -> bytes:
     """The body of one request for all of ``parts``, whose forms are equal."""
     form = parts[0].form
     lists = [Raw(b"[" + b",".join(pieces) + b"]") for pieces in zip(*(one.pieces for one in parts), strict=True)]
@@ -108,7 +108,7 @@ def merge_requests(parts: Sequence[BatchPart]) -> bytes:
     return msgspec.json.encode({**_members(form.members), "inputs": inputs})
 
 
-def split_response(answer: bytes, parts: Sequence[BatchPart]) -> list[bytes]:
+def split_response(answer: bytes, parts: Sequence[BatchableRequest]) -> list[bytes]:
     """The bodies of the answers to ``parts``, in their order. Raises Unsplittable."""
     bounds = list(pairwise(accumulate((one.rows for one in parts), initial=0)))
     try:
@@ -120,7 +120,7 @@ def split_response(answer: bytes, parts: Sequence[BatchPart]) -> list[bytes]:
         raise ResponseUnsplittable(f"it is not the JSON of an answer: {error}") from None
 
 
-def _v1_part(path: str, members: dict[str, Raw]) -> BatchPart:
+def _v1_part(path: str, members: dict[str, Raw]) -> BatchableRequest:
     text = bytes(members.pop("instances", Raw(b"[]")))
     instances = _LIST.decode(text)
     if not instances:
@@ -131,10 +131,10 @@ def _v1_part(path: str, members: dict[str, Raw]) -> BatchPart:
         if found is None:
             raise _Uncertain
         kind = found
-    return BatchPart(BatchSignature(path, _attributes(members), kind), len(instances), (_inner(text),))
+    return BatchableRequest(BatchSignature(path, _attributes(members), kind), len(instances), (_inner(text),))
 
 
-def _v2_part(path: str, members: dict[str, Raw]) -> BatchPart:
+def _v2_part(path: str, members: dict[str, Raw]) -> BatchableRequest:
     own_id = members.pop(_ID, None)
     if own_id is not None:
         _TEXT.decode(own_id)
@@ -154,7 +154,7 @@ def _v2_part(path: str, members: dict[str, Raw]) -> BatchPart:
     if len(rows) != 1:
         raise _Uncertain
     form = BatchSignature(path, _attributes(members), inputs=tuple(inputs))
-    return BatchPart(form, rows.pop(), tuple(pieces), None if own_id is None else bytes(own_id))
+    return BatchableRequest(form, rows.pop(), tuple(pieces), None if own_id is None else bytes(own_id))
 
 
 def _attributes(members: Mapping[str, Raw]) -> _Attributes:

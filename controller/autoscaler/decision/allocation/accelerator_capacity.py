@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
-from controller.api.common import matches_accelerator
+from controller.api.shared_types import matches_accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ Kinds = tuple[str, ...]
 Order = tuple[int, str, str]
 
 
-class FreeNode(Protocol):
+class SchedulableNode(Protocol):
     """A schedulable node. ``free``: allocatable minus the requests of all pods, by resource. ``labels``: the node's."""
 
     @property
@@ -56,7 +56,7 @@ class NodeResource(NamedTuple):
     resource: str
 
 
-def accelerator_resources(nodes: Sequence[FreeNode], kind: str) -> frozenset[NodeResource]:
+def accelerator_resources(nodes: Sequence[SchedulableNode], kind: str) -> frozenset[NodeResource]:
     """Nodes' resources of an accelerator kind, free or not. A kind is the name of a resource or the value of a node's
     label.
 
@@ -71,13 +71,13 @@ def accelerator_resources(nodes: Sequence[FreeNode], kind: str) -> frozenset[Nod
     )
 
 
-def free_on_nodes(nodes: Sequence[FreeNode], places: Iterable[NodeResource]) -> int:
+def free_on_nodes(nodes: Sequence[SchedulableNode], places: Iterable[NodeResource]) -> int:
     """Accelerators that are free there."""
     return sum(max(0, int(nodes[one.node].free[one.resource])) for one in places)
 
 
 def fitting_replicas(
-    nodes: Sequence[FreeNode], places: Collection[NodeResource], accelerators: int, pods: int = 1
+    nodes: Sequence[SchedulableNode], places: Collection[NodeResource], accelerators: int, pods: int = 1
 ) -> int:
     """Further replicas that fit there, each of ``pods`` pods with an equal part of its accelerators.
 
@@ -93,7 +93,7 @@ def fitting_replicas(
     return sum(free // share for free in by_node.values()) // max(1, pods)
 
 
-def accelerator_kinds(nodes: Iterable[FreeNode]) -> list[str]:
+def accelerator_kinds(nodes: Iterable[SchedulableNode]) -> list[str]:
     """What nodes with accelerators call them: their labels, or where they have none, their resources."""
     found: set[str] = set()
     for node in nodes:
@@ -103,11 +103,11 @@ def accelerator_kinds(nodes: Iterable[FreeNode]) -> list[str]:
     return sorted(found)
 
 
-def _resources(node: FreeNode) -> Iterator[str]:
+def _resources(node: SchedulableNode) -> Iterator[str]:
     return (name for name in node.free if _RESOURCES.match(name))
 
 
-def _labels(node: FreeNode) -> Iterator[str]:
+def _labels(node: SchedulableNode) -> Iterator[str]:
     return (value for label in _KIND_LABELS if (value := node.labels.get(label)))
 
 
@@ -115,7 +115,7 @@ def _labels(node: FreeNode) -> Iterator[str]:
 """Of a binding: the negative of its priority, when it was created, its key. The smallest comes first."""
 
 
-class AcceleratorShare(msgspec.Struct, frozen=True, kw_only=True):
+class TargetAcceleratorClaim(msgspec.Struct, frozen=True, kw_only=True):
     """One target's part of a claim. ``accelerators``: of a replica, of the kind ``kind``, in ``pods`` pods.
     ``promised``: replicas that were ordered and have no node yet. ``lacks``: further ones that it would take if there
     were room.
@@ -132,13 +132,13 @@ class AcceleratorClaim(msgspec.Struct, frozen=True):
     """A binding's."""
 
     order: Order
-    shares: tuple[AcceleratorShare, ...] = ()
+    shares: tuple[TargetAcceleratorClaim, ...] = ()
 
 
 class NodeAccelerators:
     """Free accelerators of nodes at one instant. Results are cached by kind, as kinds are queried repeatedly."""
 
-    def __init__(self, nodes: Iterable[FreeNode] = ()) -> None:
+    def __init__(self, nodes: Iterable[SchedulableNode] = ()) -> None:
         self._nodes = list(nodes)
         self._free: dict[Kinds, int] = {}
         self._fits: dict[tuple[str, int, int], int] = {}
@@ -150,7 +150,7 @@ class NodeAccelerators:
             self._free[kinds] = free_on_nodes(self._nodes, self._of_any(kinds))
         return self._free[kinds]
 
-    def replicas_on_empty_nodes(self, share: AcceleratorShare) -> int:
+    def replicas_on_empty_nodes(self, share: TargetAcceleratorClaim) -> int:
         """Replicas that fit on the nodes while no other pod runs there."""
         shape = share.kind, share.accelerators, share.pods
         if shape not in self._fits:
@@ -214,14 +214,14 @@ def capacity_after_claims(
     return max(0, left)
 
 
-def headroom_in_replicas(share: AcceleratorShare, left: int, nodes: NodeAccelerators) -> int:
+def headroom_in_replicas(share: TargetAcceleratorClaim, left: int, nodes: NodeAccelerators) -> int:
     """Replicas of a target that it may have beyond what it was promised. ``left``: by ``capacity_after_claims``."""
     return min(left // share.accelerators, max(0, nodes.replicas_on_empty_nodes(share) - share.promised))
 
 
-def _of(claim: AcceleratorClaim, kinds: Kinds, nodes: NodeAccelerators) -> Sequence[AcceleratorShare]:
+def _of(claim: AcceleratorClaim, kinds: Kinds, nodes: NodeAccelerators) -> Sequence[TargetAcceleratorClaim]:
     return [one for one in claim.shares if nodes.kinds_overlap(kinds, one.kind)]
 
 
-def _promised(share: AcceleratorShare, nodes: NodeAccelerators) -> int:
+def _promised(share: TargetAcceleratorClaim, nodes: NodeAccelerators) -> int:
     return min(share.promised, nodes.replicas_on_empty_nodes(share)) * share.accelerators

@@ -46,13 +46,13 @@ def cheapest_allocation(
     """
     ordered = sorted(variants, key=lambda one: one.name)
     problems = []
-    problem = allocation_problem(need, ordered, rules)
+    problem = build_allocation_problem(need, ordered, rules)
     answer = solve(problem, effort)
     if answer is None:
         problems.append(
             f"{rules.min_on_demand:.0%} of the capacity cannot be on demand: the lower bounds of spot targets"
         )
-        problem = allocation_problem(need, ordered, msgspec.structs.replace(rules, min_on_demand=0.0))
+        problem = build_allocation_problem(need, ordered, msgspec.structs.replace(rules, min_on_demand=0.0))
         answer = solve(problem, effort)
     if answer is None:
         raise AssertionError("without a share on demand the lower bounds alone are an answer")
@@ -97,7 +97,7 @@ def _reason(variant: Variant, replicas: int) -> str:
     return "part of the cheapest that carries the work" if replicas else "not needed"
 
 
-def allocation_problem(need: float, variants: Sequence[Variant], rules: AllocationRules) -> AllocationProblem:
+def build_allocation_problem(need: float, variants: Sequence[Variant], rules: AllocationRules) -> AllocationProblem:
     """The variants are to be sorted by name: between equal answers the one with more of the first wins.
 
     A weight is one number: what the replicas cost over the payback time with the start of those that do not run yet,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from controller.api.common import matches_accelerator
+from controller.api.shared_types import matches_accelerator
 from controller.autoscaler.decision.situation import EngineState, TargetSituation
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from controller.api.autoscaling import Panic
-from controller.api.common import Positive, Utilization
+from controller.api.shared_types import Positive, Utilization
 from controller.api.strategies import StrategyType
-from controller.autoscaler.decision.behavior import PanicState, add_panic_answer, next_panic_state
+from controller.autoscaler.decision.behavior import PanicState, add_panic_recommendation, next_panic_state
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.engine_loads import (
     gateway_metric,
@@ -122,7 +122,7 @@ class ConcurrencyStrategy(msgspec.Struct, frozen=True):
         desired = min(max(round_up_units(stable / self._target, situation), least), most)
         if state is None:
             return desired, None
-        state = add_panic_answer(state, max(desired, min(max(asked, least), most)))
+        state = add_panic_recommendation(state, max(desired, min(max(asked, least), most)))
         return state.most, state
 
     @property

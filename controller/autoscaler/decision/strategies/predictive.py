@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.common import Utilization
+from controller.api.shared_types import Utilization
 from controller.api.strategies import LearnedState, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.offered_load import estimate_offered_load
-from controller.autoscaler.decision.speeds import request_work
+from controller.autoscaler.decision.replica_speeds import request_work
 from extproc.api.quantities import Duration
 from extproc.api.spec import Spec
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import msgspec
 
-from controller.api.common import Count, Utilization
+from controller.api.shared_types import Count, Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.engine_loads import (

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.api.common import Positive, Utilization
+from controller.api.shared_types import Positive, Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.engine_loads import (

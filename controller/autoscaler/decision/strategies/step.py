@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, NamedTupl
 import msgspec
 
 from controller.api.autoscaling import MetricTarget
-from controller.api.common import Count, Positive
+from controller.api.shared_types import Count, Positive
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.situation import EngineState, MetricReading

@@ -50,7 +50,7 @@ class Tolerance(msgspec.Struct, frozen=True):
         return 1.0 - self.down <= ratio <= 1.0 + self.up
 
 
-class EngineUnits(msgspec.Struct, frozen=True):
+class WeightedEngines(msgspec.Struct, frozen=True):
     """Engines as the calculation sees them, each with the units that it counts. ``unready``: not serving yet."""
 
     current: float
@@ -63,7 +63,7 @@ class EngineUnits(msgspec.Struct, frozen=True):
         return float(math.ceil(units)) if self.whole else units
 
 
-class Proposal(msgspec.Struct, frozen=True):
+class MetricRecommendation(msgspec.Struct, frozen=True):
     """The recommendation from one metric; ``replicas`` is None, with ``reason``, if unknown. ``is_sure``: it may scale
     in.
     """
@@ -100,7 +100,7 @@ class TargetStrategy(msgspec.Struct, frozen=True):
             ), None
         return Recommendation(self.name, largest.replicas, largest.reason, inputs), None
 
-    def proposal(self, wanted: MetricTarget, situation: Situation, pool: EngineUnits) -> Proposal:
+    def proposal(self, wanted: MetricTarget, situation: Situation, pool: WeightedEngines) -> MetricRecommendation:
         """Of one metric."""
         if wanted.source == "Gateway":
             metric = gateway_metric(wanted.name, situation)
@@ -119,12 +119,12 @@ class TargetStrategy(msgspec.Struct, frozen=True):
             takes_back = wanted.total and not (self.tolerance.covers(found.ratio) or found.ratio < 1.0)
             is_sure = not metric.is_lower_bound and not (self.careful and takes_back)
         else:
-            return Proposal(None, metric.problem or "its value is not a number")
+            return MetricRecommendation(None, metric.problem or "its value is not a number")
         reason = f"{wanted.name} {found.reason} (target {wanted.value:g}{' in all' if wanted.total else ' a replica'})"
-        return Proposal(found.replicas, reason, found.ratio, is_sure)
+        return MetricRecommendation(found.replicas, reason, found.ratio, is_sure)
 
 
-def engine_pool(situation: Situation, *, with_ordered: bool = False) -> EngineUnits:
+def engine_pool(situation: Situation, *, with_ordered: bool = False) -> WeightedEngines:
     """The engines of all targets. Those that drain are left out. ``with_ordered``: replicas without a pod are
     unready.
     """
@@ -138,18 +138,18 @@ def engine_pool(situation: Situation, *, with_ordered: bool = False) -> EngineUn
         ordered = (target.current or 0) - len(target.engines_in_state(EngineState.READY)) - len(coming)
         if with_ordered and ordered > 0:
             unready[f"{target.name}: ordered"] = ordered * target.capacity
-    return EngineUnits(
+    return WeightedEngines(
         current=situation.current_replicas, ready=ready, unready=unready, whole=are_units_replicas(situation)
     )
 
 
 def replicas_for_engine_metric(
-    values: Mapping[str, int], target: int, pool: EngineUnits, tolerance: Tolerance
-) -> Proposal:
+    values: Mapping[str, int], target: int, pool: WeightedEngines, tolerance: Tolerance
+) -> MetricRecommendation:
     """A metric by engine; ``values`` and ``target`` in thousandths."""
     measured = [name for name in pool.ready if name in values]
     if not measured:
-        return Proposal(None, "no ready engine has a value")
+        return MetricRecommendation(None, "no ready engine has a value")
     total, units = sum(values[name] for name in measured), sum(pool.ready[name] for name in measured)
     missing = sum(unit for name, unit in pool.ready.items() if name not in values)
     unready = sum(pool.unready.values())
@@ -158,14 +158,16 @@ def replicas_for_engine_metric(
     reason = f"is {usage / 1000:g} in the mean of {len(measured)} engines"
     if not missing and not (unready and ratio > 1.0):
         if tolerance.covers(ratio):
-            return Proposal(pool.current, f"{reason}, within the tolerance", ratio)
-        return Proposal(pool.ceil(ratio * units), reason, ratio)
-    return _corrected(Proposal(None, reason, ratio), pool, tolerance, total=total, units=units, target=target)
+            return MetricRecommendation(pool.current, f"{reason}, within the tolerance", ratio)
+        return MetricRecommendation(pool.ceil(ratio * units), reason, ratio)
+    return _corrected(
+        MetricRecommendation(None, reason, ratio), pool, tolerance, total=total, units=units, target=target
+    )
 
 
 def _corrected(
-    first: Proposal, pool: EngineUnits, tolerance: Tolerance, *, total: float, units: float, target: int
-) -> Proposal:
+    first: MetricRecommendation, pool: WeightedEngines, tolerance: Tolerance, *, total: float, units: float, target: int
+) -> MetricRecommendation:
     """With what engines without values may have: at the target against shrinking, idle against growing."""
     missing, ratio = sum(pool.ready.values()) - units, first.ratio
     if ratio < 1.0:
@@ -175,30 +177,32 @@ def _corrected(
     corrected = _mean(total, units) / target
     flips = (ratio < 1.0 < corrected) or (corrected < 1.0 < ratio)
     if tolerance.covers(corrected) or flips:
-        return Proposal(pool.current, f"{first.reason}; with engines without values: no change", corrected)
+        return MetricRecommendation(pool.current, f"{first.reason}; with engines without values: no change", corrected)
     asked = pool.ceil(corrected * units)
     if (corrected < 1.0 and asked > pool.current) or (corrected > 1.0 and asked < pool.current):
-        return Proposal(pool.current, f"{first.reason}; with engines without values: no change", corrected)
-    return Proposal(asked, f"{first.reason}; engines without values were counted against a change", corrected)
+        return MetricRecommendation(pool.current, f"{first.reason}; with engines without values: no change", corrected)
+    return MetricRecommendation(
+        asked, f"{first.reason}; engines without values were counted against a change", corrected
+    )
 
 
 def replicas_for_total_metric(
-    total: int, target: int, pool: EngineUnits, tolerance: Tolerance, *, for_all: bool
-) -> Proposal:
+    total: int, target: int, pool: WeightedEngines, tolerance: Tolerance, *, for_all: bool
+) -> MetricRecommendation:
     """One value for all replicas, in thousandths. ``for_all``: so is the target."""
     reason = f"is {total / 1000:g} in all"
     divisor = target if for_all else target * pool.current
     ratio = total / divisor if divisor else math.inf
     if pool.current and tolerance.covers(ratio):
-        return Proposal(pool.current, f"{reason}, within the tolerance", ratio)
+        return MetricRecommendation(pool.current, f"{reason}, within the tolerance", ratio)
     if for_all and pool.current:
         if not pool.ready and not pool.unready:
-            return Proposal(None, "there are no engines yet")
-        return Proposal(pool.ceil(ratio * sum(pool.ready.values())), reason, ratio)
-    return Proposal(pool.ceil(total / target), reason, ratio if pool.current else 1.0)
+            return MetricRecommendation(None, "there are no engines yet")
+        return MetricRecommendation(pool.ceil(ratio * sum(pool.ready.values())), reason, ratio)
+    return MetricRecommendation(pool.ceil(total / target), reason, ratio if pool.current else 1.0)
 
 
-def _summed(metric: MetricReading, pool: EngineUnits) -> MetricReading:
+def _summed(metric: MetricReading, pool: WeightedEngines) -> MetricReading:
     values = {name: value for name, value in (metric.by_engine or {}).items() if math.isfinite(value)}
     is_lower_bound = not pool.ready.keys() <= values.keys()
     return MetricReading(at_s=metric.at_s, total=sum(values.values()), is_lower_bound=is_lower_bound)

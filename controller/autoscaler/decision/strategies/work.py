@@ -49,12 +49,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
-from controller.api.common import Utilization
+from controller.api.shared_types import Utilization
 from controller.api.strategies import LearnedState, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.offered_load import OfferedLoad, estimate_offered_load
-from controller.autoscaler.decision.situation import EngineState, Situation, Speed
-from controller.autoscaler.decision.speeds import (
+from controller.autoscaler.decision.replica_speeds import (
     MOST_UTILIZATION,
     RequestWork,
     replicas_for_cache,
@@ -63,6 +62,7 @@ from controller.autoscaler.decision.speeds import (
     request_work,
     utilization_for_tpot,
 )
+from controller.autoscaler.decision.situation import EngineState, ReplicaSpeed, Situation
 from extproc.api.quantities import Duration
 from extproc.api.spec import Spec
 
@@ -169,7 +169,7 @@ def with_headroom(per_s: float, headroom: float, most: float) -> float:
     return max(per_s, min(per_s * headroom, most))
 
 
-class PeakReplicas(msgspec.Struct, frozen=True):
+class ReplicaSample(msgspec.Struct, frozen=True):
     """A number of replicas, and when there were as many."""
 
     replicas: float
@@ -188,8 +188,8 @@ class LatencyCorrection(msgspec.Struct, frozen=True, kw_only=True):
     enough_since_s: float | None = None
     ready: float = 0.0
     steady_since_s: float = 0.0
-    most: PeakReplicas | None = None
-    fewest: PeakReplicas | None = None
+    most: ReplicaSample | None = None
+    fewest: ReplicaSample | None = None
 
 
 def correct_for_latency(
@@ -198,7 +198,7 @@ def correct_for_latency(
     *,
     needed: float,
     work: RequestWork,
-    speed: Speed,
+    speed: ReplicaSpeed,
     guard: bool,
 ) -> LatencyCorrection:
     """``needed``: replicas for load as it is, by the model. ``guard``: whether measured latencies count at all."""
@@ -213,7 +213,7 @@ def correct_for_latency(
     most, fewest = _extreme(before.most, ready, now_s, sign=1), _extreme(before.fewest, ready, now_s, sign=-1)
     factor = 1 + (before.factor - 1) * 0.5 ** (elapsed_s / _HALVING_S)
     if guard:
-        worst = worst_latency(situation) or 0.0
+        worst = worst_latency_ratio(situation) or 0.0
         # what arrived before there were enough is late, and ends late
         is_settled = since_s is not None and now_s - max(since_s, steady_since_s) > _SETTLED_S
         if worst > 1:
@@ -240,10 +240,10 @@ def _towards(before: float, measured: float, elapsed_s: float) -> float:
     return before + (measured - before) * min(1.0, elapsed_s / _FOLLOWING_S)
 
 
-def _extreme(before: PeakReplicas | None, ready: float, now_s: float, *, sign: int) -> PeakReplicas:
+def _extreme(before: ReplicaSample | None, ready: float, now_s: float, *, sign: int) -> ReplicaSample:
     """The most (``sign`` 1) or fewest (-1) replicas that were ready in the time of the measured answers."""
     if before is None or (ready - before.replicas) * sign >= 0 or now_s - before.at_s > ANSWERED_S:
-        return PeakReplicas(ready, now_s)
+        return ReplicaSample(ready, now_s)
     return before
 
 
@@ -260,7 +260,7 @@ def concurrency_ratio(situation: Situation, load: OfferedLoad, work: RequestWork
     return min(_MOST_CROWD, max(1.0, (in_flight + situation.waiting.requests - spare) / allowed))
 
 
-def measured_correction(situation: Situation, ready: float, work: RequestWork, speed: Speed) -> float | None:
+def measured_correction(situation: Situation, ready: float, work: RequestWork, speed: ReplicaSpeed) -> float | None:
     """How much more work measured TPOT shows than the model expects; None if it shows nothing. ``ready``: replicas of
     the time in which the requests were answered that are measured.
     """
@@ -281,7 +281,7 @@ def measured_correction(situation: Situation, ready: float, work: RequestWork, s
     return min(most, max(LEAST_CORRECTION, busy / expected))
 
 
-def worst_latency(situation: Situation) -> float | None:
+def worst_latency_ratio(situation: Situation) -> float | None:
     """The larger of TTFT and TPOT, each over its objective; None with few answers, or without an objective."""
     objective = situation.objective
     rates = situation.traffic.rates(_LATENCY_WINDOW_S, situation.now_s)
@@ -355,7 +355,12 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         return self._by_work(situation, memory, load, work, first.speed)
 
     def _by_work(
-        self, situation: Situation, memory: WorkMemory | None, load: OfferedLoad, work: RequestWork, speed: Speed
+        self,
+        situation: Situation,
+        memory: WorkMemory | None,
+        load: OfferedLoad,
+        work: RequestWork,
+        speed: ReplicaSpeed,
     ) -> tuple[Recommendation, WorkMemory | None]:
         now_s, guard = situation.now_s, self.parameters.guard
         lead_s = min(_MOST_LEAD_S, situation.targets[0].start_s)
@@ -409,7 +414,9 @@ class WorkStrategy(msgspec.Struct, frozen=True):
         seen = max(most, load.arrivals_per_s)
         return rate if rate <= seen else seen + _BEYOND * (rate - seen)
 
-    def _carried(self, rate: float, work: RequestWork, speed: Speed, objective: LatencyObjective | None) -> _Need:
+    def _carried(
+        self, rate: float, work: RequestWork, speed: ReplicaSpeed, objective: LatencyObjective | None
+    ) -> _Need:
         given = self.parameters.utilization
         tpot_s = objective.tpot if objective is not None else None
         needs = []
@@ -448,7 +455,7 @@ def _is_guess(target: TargetSituation, mean: MeanRequestWork) -> bool:
     return speed is not None and not speed.is_step_known and not is_short
 
 
-def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: Speed, ahead_s: float) -> float:
+def _backlog_left(situation: Situation, busy: float, work: RequestWork, speed: ReplicaSpeed, ahead_s: float) -> float:
     """Seconds of one replica's work that will wait in ``ahead_s``, when a replica ordered now is ready.
 
     ``busy``: replicas that arrivals keep busy. Engines take work off at nearly all of their time.

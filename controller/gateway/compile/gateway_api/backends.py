@@ -11,8 +11,8 @@ import msgspec
 from controller.gateway.compile.gateway_api.resource_types import GRPC_ROUTE
 from controller.gateway.compile.inference_pools import SETTINGS, server_key
 from controller.gateway.compile.source_objects import to_canonical_json
+from controller.kube.api_resources import identity_of
 from controller.kube.conditions import WantedCondition, condition_false
-from controller.kube.resources import identity_of
 from extproc.api.addresses import is_local_or_metadata_host, join_host_port
 from extproc.api.error_hints import is_ip
 from extproc.api.http_route import ATTACHE_GROUP
@@ -21,7 +21,7 @@ from extproc.api.spec import API_VERSION, namespace_of, object_key
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from controller.gateway.compile.gateway_api.resource_types import Grant, PoolSpec, RouteKind
+    from controller.gateway.compile.gateway_api.resource_types import InferencePoolSpec, ReferenceGrant, RouteKind
 
 # The label with the Service of an EndpointSlice.
 _SERVICE: Final = "kubernetes.io/service-name"
@@ -185,7 +185,7 @@ def _addresses(slices: Iterable[EndpointSlice], port: str, *, leaving: bool) -> 
 class ReferenceGrants:
     """All ReferenceGrants; checks whether a reference is allowed."""
 
-    def __init__(self, grants: Iterable[Grant] = ()) -> None:
+    def __init__(self, grants: Iterable[ReferenceGrant] = ()) -> None:
         # (namespace, group, kind) of the target and (namespace, group, kind) of the referrer, to names; "" is all
         self._names: dict[tuple[str, ...], set[str]] = {}
         for grant in grants:
@@ -227,7 +227,7 @@ class BackendReferenceResolver:
         self,
         *,
         services: Mapping[str, Service],
-        pools: Mapping[str, PoolSpec],
+        pools: Mapping[str, InferencePoolSpec],
         servers: Collection[str],
         calls: Collection[str],
         grants: ReferenceGrants,
@@ -269,7 +269,7 @@ class BackendReferenceResolver:
             kind="ModelServer", namespace=target, name=key.removeprefix(f"{target}/"), references=references
         )
 
-    def picker_problem(self, pool: PoolSpec) -> str:
+    def picker_problem(self, pool: InferencePoolSpec) -> str:
         """Why the endpointPickerRef of ``pool`` does not resolve; empty if it does."""
         if not pool.picker:
             return "its endpointPickerRef names no Service"

@@ -15,8 +15,8 @@ from controller.gateway.compile.gateway_api.backends import (
     unresolved_document,
 )
 from controller.gateway.compile.gateway_api.gateways import (
+    GatewayConfigChoice,
     GatewayResult,
-    ParametersChoice,
     advertised_addresses,
     choose_parameters,
     class_parameters_problem,
@@ -29,7 +29,7 @@ from controller.gateway.compile.gateway_api.listeners import Listeners, TlsCompi
 from controller.gateway.compile.gateway_api.object_cache import GatewayObjects, StaleObjects
 from controller.gateway.compile.gateway_api.resource_types import CONTROLLER_NAME, GRPC_ROUTE, GatewayClass
 from controller.gateway.compile.gateway_api.route_conflicts import Rivals, find_rivals
-from controller.gateway.compile.referenced_secrets import ReferencedKey
+from controller.gateway.compile.referenced_secrets import ReferencedObjectKey
 from extproc.api.match_patterns import ANY_HOST
 from extproc.api.spec import namespace_of, object_key
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings, GatewayConfigLookup
-    from controller.gateway.compile.gateway_api.listeners import ListenerResult, ParentResult
+    from controller.gateway.compile.gateway_api.listeners import ListenerResult, ParentRefResult
     from controller.gateway.compile.referenced_secrets import ReferencedObject
     from controller.kube.conditions import WantedStatus
 
 
 # Which release of the Gateway API is installed.
-_DEFINITION: Final = ReferencedKey("CustomResourceDefinition", "gatewayclasses.gateway.networking.k8s.io")
+_DEFINITION: Final = ReferencedObjectKey("CustomResourceDefinition", "gatewayclasses.gateway.networking.k8s.io")
 _RELEASE: Final = "gateway.networking.k8s.io/bundle-version"
 
 
@@ -67,7 +67,7 @@ class GatewayApiCompiler:
         self._rivals: Mapping[tuple[str, str], Rivals] = {}
         self._backends = BackendDocuments(self._observed)
         self._pool_problems: Mapping[str, str] = {}
-        self.parameters = ParametersChoice(config=config)
+        self.parameters = GatewayConfigChoice(config=config)
         # None while there is no Gateway of ours
         self.listeners: Listeners | None = None
 
@@ -107,7 +107,7 @@ class GatewayApiCompiler:
                 if one.kind == "ModelServer":
                     yield object_key(one.namespace, one.name)
 
-    def referenced_keys(self) -> frozenset[ReferencedKey]:
+    def referenced_keys(self) -> frozenset[ReferencedObjectKey]:
         """The objects that must be read by name."""
         found = frozenset(pointer for one in self._listeners() for pointer in one.pointers)
         return found | {_DEFINITION} if any(map(_is_ours, self._observed.classes.values())) else found
@@ -171,7 +171,7 @@ class GatewayApiCompiler:
         published = advertised_addresses(self._settings, service.addresses if service else ())
         tls = TlsCompiler(self._grants, self.referenced_object)
         before = self._gateways
-        needs_certificates = self._configs.needs_certificates(self.parameters.config)
+        needs_certificates = self._configs.needs_client_certificates(self.parameters.config)
         self._gateways = compile_gateways(
             served,
             self._settings,
@@ -179,7 +179,7 @@ class GatewayApiCompiler:
             self.parameters.problems,
             tls,
             needs_certificates=needs_certificates,
-            steps_port=self._configs.steps_port(self.parameters.config),
+            steps_port=self._configs.transformer_listener_port(self.parameters.config),
         )
         listeners = {key: one.listeners for key, one in self._gateways.items()}
         if listeners == {key: one.listeners for key, one in before.items()} and (self.listeners or not listeners):
@@ -233,7 +233,7 @@ class GatewayApiCompiler:
         )
 
     def _pool_statuses(self) -> Iterator[WantedStatus]:
-        parents: dict[str, list[ParentResult]] = {}
+        parents: dict[str, list[ParentRefResult]] = {}
         for found in self._routes.values():
             for key in {one.pool for one in found.resolutions if one.pool}:
                 parents.setdefault(key, []).extend(found.parents)
@@ -247,7 +247,7 @@ class GatewayApiCompiler:
                 gateway=self._settings.gateway,
             )
 
-    def referenced_object(self, pointer: ReferencedKey) -> ReferencedObject | None:
+    def referenced_object(self, pointer: ReferencedObjectKey) -> ReferencedObject | None:
         """The target of ``pointer``; None if it does not exist or is not read yet."""
         return self._observed.pointed.get((pointer.compiler_kind, pointer.key))
 

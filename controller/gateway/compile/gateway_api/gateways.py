@@ -13,7 +13,7 @@ import msgspec
 
 from controller.gateway.compile.gateway_api.listeners import ListenerClaims, ListenerResult, compile_listeners
 from controller.gateway.compile.gateway_api.resource_types import Gateway
-from controller.kube.conditions import WantedCondition, WantedList, WantedStatus, condition_false, condition_true
+from controller.kube.conditions import WantedCondition, WantedStatus, WantedStatusList, condition_false, condition_true
 from extproc.api.spec import API_VERSION, object_key
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ class GatewayConfigLookup(Protocol):
     def problem(self, key: str) -> str:
         """Why it cannot be used; empty if it can."""
 
-    def needs_certificates(self, key: str | None) -> bool:
+    def needs_client_certificates(self, key: str | None) -> bool:
         """Whether callers are identified by client certificates."""
 
-    def steps_port(self, key: str | None) -> int | None:
+    def transformer_listener_port(self, key: str | None) -> int | None:
         """Where Envoy listens for transformers and explainers; None: nowhere."""
 
 
-class ParametersChoice(msgspec.Struct, frozen=True, kw_only=True):
+class GatewayConfigChoice(msgspec.Struct, frozen=True, kw_only=True):
     """``config``: of the GatewayConfig in effect, None for the defaults. ``problems``: why Gateways, by key, cannot
     have what they refer to. ``named``: every GatewayConfig that is referred to.
     """
@@ -137,7 +137,7 @@ def choose_parameters(
     classes: Mapping[str, GatewayClass],
     given: str | None,
     problem_of: Callable[[str], str],
-) -> ParametersChoice:
+) -> GatewayConfigChoice:
     """``gateways``: the oldest first. ``given``: the GatewayConfig of the role's options. ``problem_of``: why a
     GatewayConfig cannot be used, empty if it can.
 
@@ -164,7 +164,7 @@ def choose_parameters(
             problems[gateway.identity.key] = f"GatewayConfig {key}: {problem}"
         elif config is None:
             config, owner = key, f"the older Gateway {gateway.identity.key}"
-    return ParametersChoice(config=config, problems=problems, named=frozenset(named))
+    return GatewayConfigChoice(config=config, problems=problems, named=frozenset(named))
 
 
 def class_parameters_problem(one: GatewayClass, problem_of: Callable[[str], str]) -> str:
@@ -298,7 +298,7 @@ class GatewayResult(msgspec.Struct, frozen=True, kw_only=True):
             generation=identity.generation,
             conditions=(self._accepted(), self._programmed(), self._resolved()),
             fields={"addresses": published},
-            lists=(WantedList(name="listeners", entries=entries),),
+            lists=(WantedStatusList(name="listeners", entries=entries),),
             is_plain=True,
         )
 

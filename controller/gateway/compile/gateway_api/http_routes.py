@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from controller.gateway.compile.gateway_api.backends import BackendResolution
-from controller.gateway.compile.gateway_api.listeners import AttachingRoute, ParentResult
+from controller.gateway.compile.gateway_api.listeners import AttachingRoute, ParentRefResult
 from controller.gateway.compile.gateway_api.resource_types import CONTROLLER_NAME, GROUP
 from controller.gateway.compile.gateway_api.route_conflicts import RouteClaim
 from controller.gateway.compile.source_objects import to_canonical_json
 from controller.kube.conditions import (
     IN_DIRECTORY,
     WantedCondition,
-    WantedEntry,
-    WantedList,
+    WantedListItem,
     WantedStatus,
+    WantedStatusList,
     condition_false,
     condition_true,
 )
-from extproc.api.decode import decode
+from extproc.api.document_decoder import decode
 from extproc.api.http_route import ATTACHE_GROUP
 from extproc.api.yaml_documents import Document
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from controller.gateway.compile.gateway_api.backends import BackendReferenceResolver
     from controller.gateway.compile.gateway_api.listeners import Listeners
-    from controller.gateway.compile.gateway_api.resource_types import PoolSpec, Route
+    from controller.gateway.compile.gateway_api.resource_types import InferencePoolSpec, Route
     from controller.gateway.compile.gateway_api.route_conflicts import Rivals
 
 # Fields of rules without effect here; every other unknown field is refused.
@@ -38,7 +38,12 @@ _WITHOUT_EFFECT: Final = ("sessionPersistence",)
 
 
 def pool_status(
-    pool: PoolSpec, parents: Iterable[ParentResult], *, problem: str, picker_problem: str, gateway: str | None
+    pool: InferencePoolSpec,
+    parents: Iterable[ParentRefResult],
+    *,
+    problem: str,
+    picker_problem: str,
+    gateway: str | None,
 ) -> WantedStatus:
     """``parents``: of the routes that refer to it. ``problem``: why it cannot be used. ``picker_problem``: why its
     endpointPickerRef does not resolve. ``gateway``: the one Gateway that is served, None if all of our classes are.
@@ -60,7 +65,7 @@ def pool_status(
         is_accepted = accepted[key] and not problem
         reference = {"group": GROUP, "kind": "Gateway", "name": name, "namespace": namespace}
         entries.append(
-            WantedEntry(
+            WantedListItem(
                 identity={"parentRef": reference, "controllerName": CONTROLLER_NAME},
                 conditions=(condition_true("Accepted") if is_accepted else refused, resolved),
             )
@@ -71,7 +76,9 @@ def pool_status(
         key=identity.key,
         generation=identity.generation,
         conditions=(),
-        lists=(WantedList(name="parents", entries=tuple(entries), controller=CONTROLLER_NAME, gateway=gateway or ""),),
+        lists=(
+            WantedStatusList(name="parents", entries=tuple(entries), controller=CONTROLLER_NAME, gateway=gateway or ""),
+        ),
         is_plain=True,
     )
 
@@ -84,7 +91,7 @@ class HttpRouteResult(msgspec.Struct, frozen=True, kw_only=True):
     claim: RouteClaim
     document: bytes | None
     attached: frozenset[str]
-    parents: tuple[ParentResult, ...]
+    parents: tuple[ParentRefResult, ...]
     resolutions: tuple[BackendResolution, ...]
     status: WantedStatus
 
@@ -128,7 +135,9 @@ def compile_http_route(
         key=identity.key,
         generation=identity.generation,
         conditions=(),
-        lists=(WantedList(name="parents", entries=tuple(entries), controller=CONTROLLER_NAME, gateway=gateway or ""),),
+        lists=(
+            WantedStatusList(name="parents", entries=tuple(entries), controller=CONTROLLER_NAME, gateway=gateway or ""),
+        ),
         is_plain=True,
     )
     return HttpRouteResult(
@@ -205,7 +214,7 @@ class _Resolver:
         return {"group": ATTACHE_GROUP, "kind": found.kind, "name": found.name, "namespace": found.namespace}
 
 
-def _without(parent: ParentResult, rivals: Rivals) -> ParentResult:
+def _without(parent: ParentRefResult, rivals: Rivals) -> ParentRefResult:
     """``parent`` without the listeners that other routes have; not accepted if it is left without any."""
     lost = [one for one in parent.attached if one in rivals]
     if not lost:
@@ -218,28 +227,28 @@ def _without(parent: ParentResult, rivals: Rivals) -> ParentResult:
     return msgspec.structs.replace(parent, attached=attached, served=served)
 
 
-def _refuse(parent: ParentResult, refused: WantedCondition) -> ParentResult:
+def _refuse(parent: ParentRefResult, refused: WantedCondition) -> ParentRefResult:
     if parent.accepted.status != "True":
         return parent
     return msgspec.structs.replace(parent, accepted=refused, attached=(), served=())
 
 
-def _each_once(parents: Iterable[ParentResult]) -> list[ParentResult]:
+def _each_once(parents: Iterable[ParentRefResult]) -> list[ParentRefResult]:
     """A status has one item for each reference; of the same reference twice, the first counts."""
     return list({msgspec.json.encode(one.reference()): one for one in reversed(list(parents))}.values())[::-1]
 
 
-def _entry(parent: ParentResult, resolved: WantedCondition, note: str) -> WantedEntry:
+def _entry(parent: ParentRefResult, resolved: WantedCondition, note: str) -> WantedListItem:
     accepted = parent.accepted
     if accepted.status == "True" and note:
         accepted = condition_true("Accepted", note)
-    return WantedEntry(
+    return WantedListItem(
         identity={"parentRef": parent.reference(), "controllerName": CONTROLLER_NAME},
         conditions=(accepted, resolved, _programmed(parent)),
     )
 
 
-def _programmed(parent: ParentResult) -> WantedCondition:
+def _programmed(parent: ParentRefResult) -> WantedCondition:
     """The condition Programmed of a route: the Gateway API has it for Gateways alone; it means the same as for our own
     kinds.
     """

@@ -19,17 +19,17 @@ from controller.gateway.compile.gateway_api.resource_types import (
     RouteKind,
 )
 from controller.gateway.compile.referenced_secrets import (
-    ReferencedKey,
     ReferencedObject,
+    ReferencedObjectKey,
     authorities_problem,
     certificate_problem,
     referenced_file,
     referenced_files,
 )
 from controller.gateway.compile.source_objects import to_canonical_json
-from controller.kube.conditions import WantedCondition, WantedEntry, condition_false, condition_true
+from controller.kube.conditions import WantedCondition, WantedListItem, condition_false, condition_true
 from extproc.api.addresses import join_host_port
-from extproc.api.decode import decode
+from extproc.api.document_decoder import decode
 from extproc.api.spec import API_VERSION, namespace_of, object_key
 from extproc.api.yaml_documents import Document
 
@@ -62,13 +62,15 @@ class TlsResult(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, bytes] = {}
     accepted: WantedCondition | None = None
     resolved: WantedCondition | None = None
-    pointers: frozenset[ReferencedKey] = frozenset()
+    pointers: frozenset[ReferencedObjectKey] = frozenset()
 
 
 class TlsCompiler:
     """``pointed``: the target of a pointer, None if it does not exist or is not read yet."""
 
-    def __init__(self, grants: ReferenceGrants, pointed: Callable[[ReferencedKey], ReferencedObject | None]) -> None:
+    def __init__(
+        self, grants: ReferenceGrants, pointed: Callable[[ReferencedObjectKey], ReferencedObject | None]
+    ) -> None:
         self._grants = grants
         self._pointed = pointed
 
@@ -80,7 +82,7 @@ class TlsCompiler:
             return TlsResult(accepted=condition_false("Accepted", "UnsupportedValue", message))
         certificates: list[Mapping[str, str]] = []
         files: dict[str, bytes] = {}
-        pointers: set[ReferencedKey] = set()
+        pointers: set[ReferencedObjectKey] = set()
         resolved: WantedCondition | None = (
             None if tls.certificate_refs else _bad_certificate("there are no certificateRefs")
         )
@@ -88,7 +90,7 @@ class TlsCompiler:
             problem = self._certificate(gateway, reference, pointers, files)
             resolved = resolved or problem
             if problem is None:
-                pointer = ReferencedKey("Secret", _key(gateway, reference))
+                pointer = ReferencedObjectKey("Secret", _key(gateway, reference))
                 crt, key = (referenced_file(pointer, name) for name in _SECRET_FILES)
                 certificates.append({"certFile": crt, "keyFile": key})
         accepted, authorities, unresolved = self._authorities(gateway, listener.port, pointers, files)
@@ -101,12 +103,12 @@ class TlsCompiler:
         return TlsResult(document=document, files=files, resolved=resolved, pointers=frozenset(pointers))
 
     def _certificate(
-        self, gateway: Gateway, reference: Reference, pointers: set[ReferencedKey], files: dict[str, bytes]
+        self, gateway: Gateway, reference: Reference, pointers: set[ReferencedObjectKey], files: dict[str, bytes]
     ) -> WantedCondition | None:
         """Why the Secret cannot be used; None, and its files, if it can."""
         if reference.group or reference.kind not in ("", "Secret"):
             return _bad_certificate(f"certificateRefs name Secrets, not {reference.group}/{reference.kind}")
-        pointer = ReferencedKey("Secret", _key(gateway, reference))
+        pointer = ReferencedObjectKey("Secret", _key(gateway, reference))
         if not self._may(gateway, reference, "Secret"):
             return _not_permitted("Secret", pointer.key)
         pointers.add(pointer)
@@ -121,10 +123,10 @@ class TlsCompiler:
         return None
 
     def _authorities(
-        self, gateway: Gateway, port: int, pointers: set[ReferencedKey], files: dict[str, bytes]
+        self, gateway: Gateway, port: int, pointers: set[ReferencedObjectKey], files: dict[str, bytes]
     ) -> tuple[WantedCondition | None, str, WantedCondition | None]:
         """Why not Accepted; the file of the authorities of clients' certificates, if any; why not ResolvedRefs."""
-        validation = gateway.spec.tls.validation(port)
+        validation = gateway.spec.tls.client_validation(port)
         if validation is None:
             return None, "", None
         if validation.mode != "AllowValidOnly":
@@ -146,12 +148,12 @@ class TlsCompiler:
         return None, name, resolved
 
     def _authority(
-        self, gateway: Gateway, reference: Reference, pointers: set[ReferencedKey]
+        self, gateway: Gateway, reference: Reference, pointers: set[ReferencedObjectKey]
     ) -> tuple[bytes, WantedCondition | None]:
         if reference.group or reference.kind != "ConfigMap":
             message = f"caCertificateRefs name ConfigMaps, not {reference.group}/{reference.kind}"
             return b"", condition_false("ResolvedRefs", "InvalidCACertificateKind", message)
-        pointer = ReferencedKey("ConfigMap", _key(gateway, reference))
+        pointer = ReferencedObjectKey("ConfigMap", _key(gateway, reference))
         if not self._may(gateway, reference, "ConfigMap"):
             return b"", _not_permitted("ConfigMap", pointer.key)
         pointers.add(pointer)
@@ -196,7 +198,7 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
     conflicted: WantedCondition
     document: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] = {}
-    pointers: frozenset[ReferencedKey] = frozenset()
+    pointers: frozenset[ReferencedObjectKey] = frozenset()
     refused: str = ""
 
     @property
@@ -212,13 +214,13 @@ class ListenerResult(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return msgspec.structs.replace(self, document=None, files={}, refused=_NO_CERTIFICATES)
 
-    def status_entry(self, attached: int, why_not: str) -> WantedEntry:
+    def status_entry(self, attached: int, why_not: str) -> WantedListItem:
         """Its part of the Gateway's status. ``attached``: how many routes are. ``why_not``: why it is not served."""
         programmed = (
             condition_true("Programmed") if self.document else condition_false("Programmed", "Invalid", why_not)
         )
         kinds = [{"group": one.group, "kind": one.kind} for one in self.kinds]
-        return WantedEntry(
+        return WantedListItem(
             identity={"name": self.spec.name},
             fields={"attachedRoutes": attached, "supportedKinds": kinds},
             conditions=(self.accepted, programmed, self.resolved, self.conflicted),
@@ -374,7 +376,7 @@ class AttachingRoute(msgspec.Struct, frozen=True, kw_only=True):
     hostnames: tuple[str, ...] = ()
 
 
-class ParentResult(msgspec.Struct, frozen=True, kw_only=True):
+class ParentRefResult(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one parent reference. ``attached``: names of listeners; ``served``: those of them that Envoy has.
     ``accepted``: the route's condition.
     """
@@ -406,7 +408,7 @@ class Listeners:
         self._gateways = gateways
         self._labels = labels
 
-    def attach(self, route: AttachingRoute, parents: Iterable[ParentRef]) -> list[ParentResult]:
+    def attach(self, route: AttachingRoute, parents: Iterable[ParentRef]) -> list[ParentRefResult]:
         """What becomes of those of ``parents`` that are Gateways of ours."""
         found = []
         for ref in parents:
@@ -424,7 +426,7 @@ class Listeners:
             if one.document is not None and self._allows(one, route, namespace_of(key))
         ]
 
-    def _attach(self, route: AttachingRoute, ref: ParentRef, key: str) -> ParentResult:
+    def _attach(self, route: AttachingRoute, ref: ParentRef, key: str) -> ParentRefResult:
         named: Sequence[ListenerResult] = [
             one
             for one in self._gateways[key]
@@ -432,21 +434,23 @@ class Listeners:
         ]
         if not named:
             message = f"the Gateway {key} has no listener of this sectionName and port"
-            return ParentResult(ref=ref, gateway=key, accepted=condition_false("Accepted", "NoMatchingParent", message))
+            return ParentRefResult(
+                ref=ref, gateway=key, accepted=condition_false("Accepted", "NoMatchingParent", message)
+            )
         allowed = [one for one in named if self._allows(one, route, namespace_of(key))]
         if not allowed:
             message = f"no listener of the Gateway {key} allows a {route.kind.kind} of the namespace {route.namespace}"
-            return ParentResult(
+            return ParentRefResult(
                 ref=ref, gateway=key, accepted=condition_false("Accepted", "NotAllowedByListeners", message)
             )
         attached = [one for one in allowed if hostnames_intersect(one.spec.hostname, route.hostnames)]
         if not attached:
             hosts = ", ".join(one.spec.hostname or "*" for one in allowed)
             message = f"none of its hostnames is one of the listeners' ({hosts})"
-            return ParentResult(
+            return ParentRefResult(
                 ref=ref, gateway=key, accepted=condition_false("Accepted", "NoMatchingListenerHostname", message)
             )
-        return ParentResult(
+        return ParentRefResult(
             ref=ref,
             gateway=key,
             attached=tuple(one.name for one in attached),

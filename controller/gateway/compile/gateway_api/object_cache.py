@@ -13,8 +13,8 @@ from controller.gateway.compile.gateway_api.resource_types import (
     HTTP_ROUTE,
     Gateway,
     GatewayClass,
-    Grant,
-    PoolSpec,
+    InferencePoolSpec,
+    ReferenceGrant,
     Route,
     object_labels,
     parse_gateway,
@@ -83,8 +83,8 @@ class GatewayObjects:
         self.gateways: dict[str, Gateway] = {}
         # HTTPRoutes and GRPCRoutes, by kind and key
         self.routes: dict[tuple[str, str], Route] = {}
-        self.grants: dict[str, Grant] = {}
-        self.pools: dict[str, PoolSpec] = {}
+        self.grants: dict[str, ReferenceGrant] = {}
+        self.pools: dict[str, InferencePoolSpec] = {}
         self.services: dict[str, Service] = {}
         self.namespaces: dict[str, Mapping[str, str]] = {}
         self.pointed: dict[tuple[str, str], ReferencedObject] = {}

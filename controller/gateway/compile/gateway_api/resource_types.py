@@ -131,7 +131,7 @@ class GatewayTls(ResourceStruct, frozen=True):
 
     frontend: FrontendTlsByPort = FrontendTlsByPort()
 
-    def validation(self, port: int) -> FrontendTlsValidation | None:
+    def client_validation(self, port: int) -> FrontendTlsValidation | None:
         """What clients of ``port`` must show."""
         own = next((one.tls for one in self.frontend.per_port if one.port == port), self.frontend.default)
         return own.validation
@@ -261,7 +261,7 @@ class _RouteSpec(ResourceStruct, frozen=True):
     rules: tuple[_RuleShape, ...] = ()
 
 
-class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
+class InferencePoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """An InferencePool, beyond its pods. ``picker``: the Service of its own endpoint picker, as ``namespace/name``;
     empty if it names something else. ``fails_open``: it is used without its picker, too.
     """
@@ -296,7 +296,7 @@ class _GrantSpec(ResourceStruct, frozen=True):
     to: tuple[GrantSubject, ...] = ()
 
 
-class Grant(msgspec.Struct, frozen=True):
+class ReferenceGrant(msgspec.Struct, frozen=True):
     """A ReferenceGrant."""
 
     identity: ObjectIdentity
@@ -340,19 +340,19 @@ def parse_route(thing: Mapping[str, Any]) -> Route | None:
     )
 
 
-def parse_reference_grant(thing: Mapping[str, Any]) -> Grant | None:
+def parse_reference_grant(thing: Mapping[str, Any]) -> ReferenceGrant | None:
     """A ReferenceGrant; None if it has another shape."""
     spec = _convert(thing.get("spec"), _GrantSpec)
-    return None if spec is None else Grant(object_identity(thing), spec.source, spec.to)
+    return None if spec is None else ReferenceGrant(object_identity(thing), spec.source, spec.to)
 
 
-def parse_pool(thing: Mapping[str, Any]) -> PoolSpec:
+def parse_pool(thing: Mapping[str, Any]) -> InferencePoolSpec:
     """An InferencePool as the API server has it; one of another shape names no picker."""
     identity = object_identity(thing)
     spec = _convert(thing.get("spec"), _PoolFields) or _PoolFields()
     picker = spec.endpoint_picker_ref
     is_service = not picker.group and picker.kind == "Service" and picker.name
-    return PoolSpec(
+    return InferencePoolSpec(
         identity=identity,
         picker=object_key(identity.namespace, picker.name) if is_service else "",
         fails_open=picker.failure_mode == "FailOpen",

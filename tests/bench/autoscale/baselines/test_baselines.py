@@ -11,14 +11,19 @@ import pytest
 
 from bench.autoscale.baselines.aibrix import AibrixApa
 from bench.autoscale.baselines.baseline import hpa, kpa
-from bench.autoscale.baselines.dynamo import DynamoMemory, DynamoPlanner, MeanRequest
-from bench.autoscale.baselines.kthena import Kthena, RecommendationSample, recommended_instances, smallest_corrected
+from bench.autoscale.baselines.dynamo import DynamoPlanner, DynamoState, MeanRequest
+from bench.autoscale.baselines.kthena import (
+    Kthena,
+    RecommendationSample,
+    recommended_instances,
+    smallest_corrected_replicas,
+)
 from bench.autoscale.baselines.llm_d import KedaQueue, KedaSlo
-from bench.autoscale.baselines.wva import RequestMeans, WvaV1, WvaV2, analyze_v1, median
+from bench.autoscale.baselines.wva import RequestMeans, WvaV1, WvaV2, analyze_saturation, median
 from controller.api.autoscaling import LatencyObjective
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.api.common import ObjectReference
-from controller.autoscaler.decision.situation import Backlog, EngineReport, EngineState, Situation, Speed
+from controller.api.shared_types import ObjectReference
+from controller.autoscaler.decision.situation import Backlog, EngineReport, EngineState, ReplicaSpeed, Situation
 from controller.autoscaler.decision.strategies.spare_capacity import SpareCapacityParameters
 from controller.autoscaler.decision.traffic import Traffic
 from extproc.api.quantities import Duration
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from bench.autoscale.baselines.baseline import Baseline
 
 PROMISED = LatencyObjective(Duration("1s"), Duration("100ms"))
-SPEED = Speed(prefill_tokens_per_s=10_000.0, step_s=0.01, step_s_per_token=1e-6, kv_tokens=100_000)
+SPEED = ReplicaSpeed(prefill_tokens_per_s=10_000.0, step_s=0.01, step_s_per_token=1e-6, kv_tokens=100_000)
 
 
 def once(baseline: Baseline[Any], seen: Situation) -> int:
@@ -75,11 +80,11 @@ def test_llm_d_counts_queue_and_running() -> None:
 
 def test_llm_ds_latency_strategy_is_its_formula() -> None:
     strategy = KedaSlo(PROMISED)
-    assert strategy.formula(1.1, 4, 4) == 8
-    assert strategy.formula(1.1, 8, 4) == 8
-    assert strategy.formula(0.6, 10, 5) == 6
-    assert strategy.formula(0.2, 10, 10) == 5
-    assert strategy.formula(0.5, 7, 7) == 7
+    assert strategy.replicas_for_latency_share(1.1, 4, 4) == 8
+    assert strategy.replicas_for_latency_share(1.1, 8, 4) == 8
+    assert strategy.replicas_for_latency_share(0.6, 10, 5) == 6
+    assert strategy.replicas_for_latency_share(0.2, 10, 10) == 5
+    assert strategy.replicas_for_latency_share(0.5, 7, 7) == 7
 
 
 def test_llm_ds_latency_strategy_takes_silence_for_idleness_and_leaves_slowly() -> None:
@@ -92,7 +97,7 @@ def test_llm_ds_latency_strategy_takes_silence_for_idleness_and_leaves_slowly() 
 
 def test_wva_v1_takes_an_engine_away_beside_a_full_one() -> None:
     # spare: 0.55 and 5; with one fewer of the two that it looks at: load 0.25 * 2, spare 0.3
-    found = analyze_v1([(0.2, 0), (0.3, 0), (0.9, 7)], SpareCapacityParameters())
+    found = analyze_saturation([(0.2, 0), (0.3, 0), (0.9, 7)], SpareCapacityParameters())
     assert (found.unsaturated, found.scale_up, found.scale_down_safe) == (2, False, True)
     assert found.kv_spare == pytest.approx(0.55)
     seen = pool(report(kv=0.2, waiting=0), report(kv=0.3, waiting=0), report(kv=0.9, waiting=7))
@@ -100,9 +105,9 @@ def test_wva_v1_takes_an_engine_away_beside_a_full_one() -> None:
 
 
 def test_wva_v1_with_all_engines_full() -> None:
-    found = analyze_v1([(0.85, 2), (0.5, 6), (0.9, 7)], SpareCapacityParameters())
+    found = analyze_saturation([(0.85, 2), (0.5, 6), (0.9, 7)], SpareCapacityParameters())
     assert (found.unsaturated, found.kv_spare, found.scale_up, found.scale_down_safe) == (0, 0.0, True, False)
-    assert analyze_v1([], SpareCapacityParameters()).scale_up is False
+    assert analyze_saturation([], SpareCapacityParameters()).scale_up is False
 
 
 def test_wva_v1_agrees_with_the_references_formulas_in_many_cases() -> None:
@@ -113,7 +118,7 @@ def test_wva_v1_agrees_with_the_references_formulas_in_many_cases() -> None:
         count = len(calm)
         kv = sum(one for one, _ in calm) / count if count else 0.8
         queue = sum(one for _, one in calm) / count if count else 5.0
-        found = analyze_v1(loads, given)
+        found = analyze_saturation(loads, given)
         assert found.scale_up == (0.8 - kv < 0.1 or 5 - queue < 3)
         assert found.scale_down_safe == (
             count >= 2 and 0.8 - kv * count / (count - 1) >= 0.1 and 5 - queue * count / (count - 1) >= 3
@@ -173,19 +178,19 @@ def test_kthena_without_panic_doubles_in_a_period() -> None:
 
 def test_kthenas_window_of_corrected_numbers() -> None:
     samples = (RecommendationSample(0.0, 9, 3), RecommendationSample(15.0, 9, 6), RecommendationSample(30.0, 9, 12))
-    assert smallest_corrected(samples, 12, 15.0, 45.0) == 6
-    assert smallest_corrected(samples, 12, 15.0, 30.0) == 3
-    assert smallest_corrected(samples, 20, 15.0, 60.0) == 12
-    assert smallest_corrected(samples, 20, 15.0, 61.0) == 20
+    assert smallest_corrected_replicas(samples, 12, 15.0, 45.0) == 6
+    assert smallest_corrected_replicas(samples, 12, 15.0, 30.0) == 3
+    assert smallest_corrected_replicas(samples, 20, 15.0, 60.0) == 12
+    assert smallest_corrected_replicas(samples, 20, 15.0, 61.0) == 20
 
 
 def test_aibrix_changes_by_at_most_two() -> None:
     strategy = AibrixApa(10)
-    assert strategy.formula(15, 4) == 6
-    assert strategy.formula(50, 4) == 8
-    assert strategy.formula(10.9, 4) == 4
-    assert strategy.formula(7, 4) == 3
-    assert strategy.formula(1, 5) == 2
+    assert strategy.replicas_for_mean(15, 4) == 6
+    assert strategy.replicas_for_mean(50, 4) == 8
+    assert strategy.replicas_for_mean(10.9, 4) == 4
+    assert strategy.replicas_for_mean(7, 4) == 3
+    assert strategy.replicas_for_mean(1, 5) == 2
     assert once(strategy, pool(*[report(in_flight=10)] * 2, waiting=Backlog(requests=20))) == 4
 
 
@@ -200,7 +205,7 @@ def planned(
 ) -> int:
     seen = pool(*reports, waiting=waiting or Backlog(), traffic=traffic or steady(requests=1, prompt=1000, answer=100))
     targets = (msgspec.structs.replace(seen.targets[0], speed=SPEED),)
-    memory = DynamoMemory(floor, seen.now_s - 5.0)
+    memory = DynamoState(floor, seen.now_s - 5.0)
     return DynamoPlanner(PROMISED).desired_replicas(msgspec.structs.replace(seen, targets=targets), memory)[0]
 
 
@@ -232,7 +237,7 @@ def test_dynamo_keeps_the_floor_of_its_throughput_and_sets_it_every_three_minute
     seen = pool(*[report(waiting=0)] * 2, traffic=steady(requests=20, prompt=1000, answer=100))
     seen = msgspec.structs.replace(seen, targets=(msgspec.structs.replace(seen.targets[0], speed=SPEED),))
     # 20 a second, of which an engine carries 4.6
-    assert strategy.desired_replicas(seen, DynamoMemory(0, seen.now_s - 180))[0] == 5
+    assert strategy.desired_replicas(seen, DynamoState(0, seen.now_s - 180))[0] == 5
 
 
 def test_dynamo_waits_while_replicas_start() -> None:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from bench.autoscale.baselines.kthena import Kthena
-from bench.autoscale.baselines.wva import EngineKind, V1State, WvaV1, WvaV2
+from bench.autoscale.baselines.wva import V1State, VariantCapacity, WvaV1, WvaV2
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.api.common import ObjectReference
+from controller.api.shared_types import ObjectReference
 from controller.autoscaler.decision.behavior import ScalingHistory
 from controller.autoscaler.decision.situation import Backlog, EngineReport, EngineState, Situation, TargetSituation
 from tests.scaling_scenes import engine, report, situation, steady, target
@@ -48,8 +48,8 @@ def test_wva_v1_changes_no_kind_while_one_is_in_transition() -> None:
     assert (after["a"].desired, after["b"].desired) == (3, 1)
 
 
-def kinds(a: int, b: int, *, capacity_b: int = 250_000, most_b: int = 16) -> list[EngineKind]:
-    return [EngineKind("a", 1.0, 100_000, a, a, 16), EngineKind("b", 2.0, capacity_b, b, b, most_b)]
+def kinds(a: int, b: int, *, capacity_b: int = 250_000, most_b: int = 16) -> list[VariantCapacity]:
+    return [VariantCapacity("a", 1.0, 100_000, a, a, 16), VariantCapacity("b", 2.0, capacity_b, b, b, most_b)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def kinds(a: int, b: int, *, capacity_b: int = 250_000, most_b: int = 16) -> lis
         (105_000.0, kinds(1, 1), {"a": 0, "b": 1}),
     ],
 )
-def test_wva_v2_is_its_optimiser(demand: float, present: list[EngineKind], wanted: dict[str, int]) -> None:
+def test_wva_v2_is_its_optimiser(demand: float, present: list[VariantCapacity], wanted: dict[str, int]) -> None:
     assert WvaV2().optimised_replicas_by_kind(demand, present) == wanted
 
 

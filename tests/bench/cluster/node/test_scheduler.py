@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.node.scheduler import PodUnschedulable, choose_node, node_capacities, requests_of
+from bench.cluster.node.scheduler import PodUnschedulable, choose_node, node_capacities, pod_resource_requests
 
 
 def node(name: str, gpus: int = 2, *, ready: str = "True", **spec: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
@@ -70,4 +70,4 @@ def test_a_pod_asks_for_the_sum_of_its_containers_or_its_largest_init_container(
         return {"resources": {"requests": {"cpu": cpu}, "limits": {"cpu": "64"}}}
 
     one = {"spec": {"containers": [asking("500m"), asking("1")], "initContainers": [asking("1"), asking("2")]}}
-    assert requests_of(one) == {"cpu": 2.0, "pods": 1.0}
+    assert pod_resource_requests(one) == {"cpu": 2.0, "pods": 1.0}

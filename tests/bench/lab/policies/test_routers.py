@@ -25,12 +25,17 @@ from bench.lab.policies.routers import (
     RayPrefixAffinity,
     SglangCacheAware,
 )
-from bench.lab.policies.trackers import EngineCalibration, InFlightTracker, PrefixMemoryPolicy, PrefixMemoryRule
+from bench.lab.policies.trackers import (
+    EngineCalibration,
+    InFlightTracker,
+    PrefixMemoryPolicy,
+    PrefixMemoryRule,
+)
 from bench.virtual.observers import REQUEST_KEY
 from extproc.api.config_errors import ConfigInvalid
 from extproc.endpoints.in_flight import begin_request
 from extproc.endpoints.table import EndpointTable
-from extproc.scheduling.picker import Demand, RequestFacts, View
+from extproc.scheduling.picker import RequestDemand, RequestFacts, View
 
 if TYPE_CHECKING:
     from extproc.scheduling.picker import Picker
@@ -67,7 +72,7 @@ class Engines:
             column[self.table.row_of(address)] = tokens
         facts = RequestFacts("m", float(request.prompt_tokens), headers={REQUEST_KEY: str(request.key)})
         self.tracker.on_arrival(request, (0, 0), self.now)
-        return View(self.table, Demand(column, request.prompt_tokens - column), facts, self.now)
+        return View(self.table, RequestDemand(column, request.prompt_tokens - column), facts, self.now)
 
     def pick(self, picker: Picker, request: Request | None = None, **cached: float) -> str:
         """The first choice; the request counts as sent there."""
@@ -116,12 +121,12 @@ def test_books_free_uncached_tokens_at_the_first_token_and_count_shared_blocks_o
     address = scene.pick(picker, first)
     row = scene.tracker.row_of(scene.table, address)
     assert scene.tracker.prefill_tokens[row] == 6400
-    assert scene.tracker.blocks_with(scene.request("a"))[row] == 100
+    assert scene.tracker.distinct_block_counts_with(scene.request("a"))[row] == 100
     scene.tracker.on_first_token(first, 1.0)
     assert scene.tracker.prefill_tokens[row] == 0
-    assert scene.tracker.blocks_with(scene.request("b"))[row] == 200
+    assert scene.tracker.distinct_block_counts_with(scene.request("b"))[row] == 200
     scene.tracker.on_ended(first, 2.0)
-    assert scene.tracker.blocks_with(scene.request("b"))[row] == 100
+    assert scene.tracker.distinct_block_counts_with(scene.request("b"))[row] == 100
 
 
 def test_dynamo_adds_prefill_blocks_and_blocks_in_use() -> None:

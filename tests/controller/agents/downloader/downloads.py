@@ -13,7 +13,7 @@ from controller.agents.downloader.core.fetch_plan import FileSelection, RetryPol
 from controller.agents.downloader.core.uri import parse_uri, redact_uri
 from controller.agents.downloader.download import CacheFillSettings, DownloadJob, download
 from controller.agents.downloader.environment import EnvironmentReader
-from controller.agents.downloader.fetch import FetchSizes
+from controller.agents.downloader.fetch import FetchSettings
 from controller.agents.downloader.progress import ProgressTracker
 from controller.agents.downloader.transfer import Timeouts
 
@@ -55,7 +55,7 @@ def job(
 ) -> DownloadJob:
     """A job with small parts and little retry. ``wanted``: fields of Wanted."""
     rules = CacheFillSettings(
-        sizes=FetchSizes(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), retry=QUICK
+        sizes=FetchSettings(parallel=3, part=256 * 1024, block=64 * 1024, record=128 * 1024), retry=QUICK
     )
     if limits is not None:
         rules = CacheFillSettings(rules.sizes, rules.retry, limits)

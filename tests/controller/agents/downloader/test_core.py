@@ -13,7 +13,7 @@ from controller.agents.downloader.cache import (
     EvictionCandidate,
     choose_evictions,
     next_cache_step,
-    read_marker,
+    parse_completion_marker,
 )
 from controller.agents.downloader.core.errors import ContentRefused, UriInvalid
 from controller.agents.downloader.core.fetch_plan import (
@@ -44,11 +44,11 @@ from controller.agents.downloader.core.fetch_plan import (
 from controller.agents.downloader.core.uri import (
     AzureLocation,
     BucketLocation,
-    ClaimLocation,
     FileLocation,
     HdfsLocation,
     HubLocation,
     OciLocation,
+    PvcLocation,
     WebLocation,
     parse_uri,
     redact_uri,
@@ -76,8 +76,8 @@ SPANS = st.lists(
         ("oci://reg/a/b:v1", OciLocation("reg", "a/b", "v1")),
         (f"oci://reg/a/b:v1@{DIGEST}", OciLocation("reg", "a/b", DIGEST)),
         ("hdfs://nn:9870/models//llama", HdfsLocation("nn:9870", "/models/llama")),
-        ("pvc://weights/llama/8b", ClaimLocation("weights", "llama/8b")),
-        ("pvc://weights", ClaimLocation("weights", "")),
+        ("pvc://weights/llama/8b", PvcLocation("weights", "llama/8b")),
+        ("pvc://weights", PvcLocation("weights", "")),
         ("file:///mnt/models", FileLocation("/mnt/models")),
     ],
 )
@@ -256,8 +256,8 @@ def test_only_who_holds_the_lock_fetches() -> None:
 
 
 def test_a_marker_that_was_cut_short_is_none() -> None:
-    assert read_marker(b'{"uri": "x"') is None
-    assert read_marker(b"") is None
+    assert parse_completion_marker(b'{"uri": "x"') is None
+    assert parse_completion_marker(b"") is None
 
 
 ENTRIES = st.lists(

@@ -197,10 +197,10 @@ def test_files_with_credentials_are_part_of_who_asks(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("a")
     one = EnvironmentReader({"HF_TOKEN_FILE": str(file), "HOSTNAME": "a"})
-    before = one.fingerprint()
-    assert EnvironmentReader({"HF_TOKEN_FILE": str(file), "HOSTNAME": "b"}).fingerprint() == before
+    before = one.source_settings_digest()
+    assert EnvironmentReader({"HF_TOKEN_FILE": str(file), "HOSTNAME": "b"}).source_settings_digest() == before
     file.write_text("b")
-    assert one.fingerprint() != before
+    assert one.source_settings_digest() != before
 
 
 @pytest.fixture

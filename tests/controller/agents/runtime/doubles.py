@@ -13,13 +13,13 @@ from aiohttp import web
 
 from bench.stack.processes import free_ports
 from controller.agents.runtime.adapter_files import DownloadFailed
-from controller.agents.runtime.agent import Agent
+from controller.agents.runtime.agent import EngineAgent
 from controller.agents.runtime.declared_adapters import SourcePolicy
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
 from controller.agents.runtime.health import HealthSettings
 from controller.agents.runtime.server import AgentServer, serve_agent
-from controller.agents.runtime.settings import AdapterSettings, AgentSettings, WarmUp
+from controller.agents.runtime.settings import AdapterSettings, AgentSettings, WarmUpSettings
 from extproc.engines.dialects import DIALECTS
 
 if TYPE_CHECKING:
@@ -209,7 +209,9 @@ class FakeDownloads:
 class Beside:
     """A running agent: its parts, and a client of its server."""
 
-    def __init__(self, agent: Agent, http: httpx.AsyncClient, downloads: FakeDownloads, ending: asyncio.Event) -> None:
+    def __init__(
+        self, agent: EngineAgent, http: httpx.AsyncClient, downloads: FakeDownloads, ending: asyncio.Event
+    ) -> None:
         self.agent = agent
         self.http = http
         self.downloads = downloads
@@ -242,7 +244,7 @@ async def beside(
     *,
     health: HealthSettings | None = None,
     drain: DrainSettings | None = None,
-    warm_up: WarmUp | None = None,
+    warm_up: WarmUpSettings | None = None,
     adapters: dict[str, Any] | None = None,
     token_file: Path | None = None,
     **more: Any,  # noqa: ANN401 - fields of AgentSettings
@@ -257,7 +259,7 @@ async def beside(
         metrics_url=f"{url}/metrics",
         health=health or HealthSettings(failures=3, probe_timeout_s=5.0, dead_after_s=30.0),
         drain=drain or DrainSettings(settle_s=0.0, timeout_s=30.0),
-        warm_up=warm_up or WarmUp(),
+        warm_up=warm_up or WarmUpSettings(),
         adapters=AdapterSettings(**{**own, **(adapters or {})}),
         probe_interval_s=0.02,
         metrics_interval_s=0.05,
@@ -270,7 +272,7 @@ async def beside(
     loop = asyncio.get_running_loop()
     unix_clock = time.time  # noqa: TID251 - engines tell Unix times
     async with EngineClient(url, settings.dialect) as client:
-        agent = Agent(settings, client, downloads, clock=loop.time, unix_clock=unix_clock, follow_s=0.05)
+        agent = EngineAgent(settings, client, downloads, clock=loop.time, unix_clock=unix_clock, follow_s=0.05)
         async with (
             serve_agent(AgentServer(agent, loop.time), "127.0.0.1", port),
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http,

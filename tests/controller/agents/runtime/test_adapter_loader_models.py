@@ -23,10 +23,10 @@ from controller.agents.runtime.adapter_loader import (
     idle_adapters,
     next_adapter_action,
 )
-from controller.agents.runtime.agent import Agent
+from controller.agents.runtime.agent import EngineAgent
 from controller.agents.runtime.declared_adapters import (
+    AdapterNameInvalid,
     DeclaredAdapter,
-    NameInvalid,
     SourcePolicy,
     parse_declared_adapters,
 )
@@ -113,7 +113,7 @@ def test_a_file_within_the_artefact_is_found_there(files: Path, repository: Path
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '"x"', "[" * 100_000, "\xff"])
 def test_settings_that_cannot_be_read_are_told(files: Path, repository: Path, text: str) -> None:
     (files / "model-settings.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(NameInvalid, match=r"model-settings\.json of the artefact cannot be read"):
+    with pytest.raises(AdapterNameInvalid, match=r"model-settings\.json of the artefact cannot be read"):
         add_model(repository, "iris", files, dialect=MLSERVER, weights_format="sklearn")
     assert not repository.exists()
 
@@ -122,7 +122,9 @@ def test_settings_that_cannot_be_read_are_told(files: Path, repository: Path, te
 def test_without_a_known_format_it_is_told_what_to_write(
     files: Path, repository: Path, weights_format: str, words: str
 ) -> None:
-    with pytest.raises(NameInvalid, match=f"{words}; write one of huggingface, lightgbm, mlflow, sklearn, xgboost"):
+    with pytest.raises(
+        AdapterNameInvalid, match=f"{words}; write one of huggingface, lightgbm, mlflow, sklearn, xgboost"
+    ):
         add_model(repository, "iris", files, dialect=MLSERVER, weights_format=weights_format)
 
 
@@ -260,7 +262,7 @@ async def running(tmp_path: Path, *, memory: int = 10, idle_unload_s: float = 0.
     port, downloads = free_port(), FakeDownloads(tmp_path)
     clock, unix_clock = asyncio.get_running_loop().time, time.time  # noqa: TID251 - the edge
     async with running_repository(server), EngineClient(url, TRITON) as client:
-        agent = Agent(agent_settings, client, downloads, clock=clock, unix_clock=unix_clock, follow_s=0.02)
+        agent = EngineAgent(agent_settings, client, downloads, clock=clock, unix_clock=unix_clock, follow_s=0.02)
         async with (
             serve_agent(AgentServer(agent, clock), "127.0.0.1", port),
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from controller.agents.runtime.adapter_loader import AdapterUsage
 from controller.agents.runtime.declared_adapters import (
+    AdapterNameInvalid,
     DeclaredAdapter,
-    NameInvalid,
     SourcePolicy,
     adapter_link_name,
     allowed_local_path,
@@ -36,12 +36,12 @@ def test_names_that_are_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/..", "/a", "a/", "-a", "a b", "a\n", "a" * 300, "ä", "a%2e"])
 def test_names_that_are_refused(name: str) -> None:
-    with pytest.raises(NameInvalid):
+    with pytest.raises(AdapterNameInvalid):
         check_name(name)
 
 
 def test_a_model_of_a_repository_is_one_directory() -> None:
-    with pytest.raises(NameInvalid):
+    with pytest.raises(AdapterNameInvalid):
         check_name("a/b", is_directory=True)
 
 
@@ -64,9 +64,9 @@ def test_a_link_out_of_an_allowed_directory_is_refused(tmp_path: Path) -> None:
     policy = SourcePolicy((inside,))
     assert allowed_local_path(str(inside / "a"), policy) == str(inside / "a")
     for source in (str(inside / "link"), str(inside), str(inside / ".." / "out"), f"file://{outside}", "/", "in/a"):
-        with pytest.raises(NameInvalid):
+        with pytest.raises(AdapterNameInvalid):
             allowed_local_path(source, policy)
-    with pytest.raises(NameInvalid):
+    with pytest.raises(AdapterNameInvalid):
         allowed_local_path(str(inside / "a"), SourcePolicy())
 
 

@@ -9,7 +9,7 @@ from controller.agents.runtime.health import (
     DRAINING,
     NEVER_ANSWERED,
     WARMING,
-    Health,
+    EngineHealth,
     HealthSettings,
     consecutive_failures,
     on_connection_refused,
@@ -25,16 +25,16 @@ from controller.agents.runtime.health import (
 SETTINGS = HealthSettings(failures=3, probe_timeout_s=2.0, dead_after_s=60.0, stalled_after_s=100.0)
 
 
-def ready(health: Health, now_s: float, *, is_draining: bool = False) -> str:
+def ready(health: EngineHealth, now_s: float, *, is_draining: bool = False) -> str:
     return why_not_ready(health, SETTINGS, is_draining=is_draining, now_s=now_s)
 
 
-def serving(at_s: float = 0.0) -> Health:
-    return on_warm_up_done(on_probe_ok(on_probe_sent(Health(), at_s), at_s))
+def serving(at_s: float = 0.0) -> EngineHealth:
+    return on_warm_up_done(on_probe_ok(on_probe_sent(EngineHealth(), at_s), at_s))
 
 
 def test_the_phases_of_a_start() -> None:
-    health = Health()
+    health = EngineHealth()
     assert ready(health, 0.0) == NEVER_ANSWERED
     health = on_probe_ok(on_probe_sent(health, 1.0), 5.0)
     assert ready(health, 5.0) == WARMING
@@ -75,8 +75,8 @@ def test_no_probe_for_long_is_not_the_engines_fault() -> None:
 
 
 def test_an_engine_that_never_answered_is_not_called_dead() -> None:
-    assert why_not_alive(on_probe_sent(Health(), 0.0), SETTINGS, 1e6) == ""
-    assert why_not_alive(on_connection_refused(Health()), SETTINGS, 1e6) == ""
+    assert why_not_alive(on_probe_sent(EngineHealth(), 0.0), SETTINGS, 1e6) == ""
+    assert why_not_alive(on_connection_refused(EngineHealth()), SETTINGS, 1e6) == ""
 
 
 def test_a_refused_connection_is_a_new_start() -> None:

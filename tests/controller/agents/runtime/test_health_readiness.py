@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from controller.agents.runtime.health import HealthSettings
-from controller.agents.runtime.settings import WarmUp
+from controller.agents.runtime.settings import WarmUpSettings
 from extproc.engines.dialects import DIALECTS
 from tests.controller.agents.runtime.doubles import FakeEngine, beside
 from tests.waiting import eventually
@@ -204,7 +204,7 @@ async def test_an_engine_whose_requests_make_no_progress_is_not_ready(engine: Fa
 
 
 async def test_the_warm_up_comes_before_readiness(engine: FakeEngine, tmp_path: Path) -> None:
-    warm_up = WarmUp(rounds=2, lengths=(4, 50), prompts=("Who are you?",))
+    warm_up = WarmUpSettings(rounds=2, lengths=(4, 50), prompts=("Who are you?",))
     async with beside(engine, tmp_path, warm_up=warm_up) as agent:
         await eventually(agent.is_ready)
     assert len(engine.prompts) == 1 + 2 * 3
@@ -213,7 +213,7 @@ async def test_the_warm_up_comes_before_readiness(engine: FakeEngine, tmp_path: 
 
 
 async def test_a_warm_up_that_hangs_ends_with_its_time(engine: FakeEngine, tmp_path: Path) -> None:
-    warm_up = WarmUp(rounds=1, lengths=(4,), timeout_s=0.3)
+    warm_up = WarmUpSettings(rounds=1, lengths=(4,), timeout_s=0.3)
 
     async def hang_at_warm_up() -> bool:
         engine.hangs = engine.hangs or bool(engine.prompts)

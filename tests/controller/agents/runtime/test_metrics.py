@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import bench.micro
 from controller.agents.runtime.metrics import (
+    AgentCounters,
     AgentState,
-    Counters,
     EngineMetricsPage,
     parse_engine_metrics,
     render_agent_metrics,
@@ -152,7 +152,7 @@ def test_an_older_name_is_found_if_the_newer_one_is_not_there() -> None:
 
 @given(st.text() | st.text(alphabet='vllm:num_requests_running{}=", 0123\n').map(lambda text: VLLM[:200] + text))
 def test_any_page_can_be_read(text: str) -> None:
-    render_agent_metrics(read(text), STATE, Counters())
+    render_agent_metrics(read(text), STATE, AgentCounters())
 
 
 def test_every_name_of_a_dialect_is_that_of_a_family() -> None:
@@ -162,7 +162,7 @@ def test_every_name_of_a_dialect_is_that_of_a_family() -> None:
 
 
 def test_our_page_can_be_read_by_prometheus() -> None:
-    text = render_agent_metrics(read(VLLM), STATE, Counters())
+    text = render_agent_metrics(read(VLLM), STATE, AgentCounters())
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["attache_engine_running_requests"].samples[0].value == 7.0
     assert families["attache_engine_running_requests"].samples[0].labels == {"model_name": "llama"}
@@ -174,7 +174,7 @@ def test_our_page_can_be_read_by_prometheus() -> None:
 
 
 def test_without_the_engines_page_ours_says_so() -> None:
-    text = render_agent_metrics(None, STATE, Counters())
+    text = render_agent_metrics(None, STATE, AgentCounters())
     assert "attache_agent_metrics_up 0\n" in text
     assert "attache_engine_" not in text
 

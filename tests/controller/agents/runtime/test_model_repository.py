@@ -14,7 +14,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from controller.agents.runtime.agent import Agent
+from controller.agents.runtime.agent import EngineAgent
 from controller.agents.runtime.declared_adapters import SourcePolicy
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient, EngineFailed, ModelRequest
@@ -125,7 +125,9 @@ async def beside(
     clock = asyncio.get_running_loop().time
     unix_clock = time.time  # noqa: TID251 - the edge
     async with running_repository(server), EngineClient(url, settings.dialect) as client:
-        agent = Agent(settings, client, FakeDownloads(tmp_path), clock=clock, unix_clock=unix_clock, follow_s=0.05)
+        agent = EngineAgent(
+            settings, client, FakeDownloads(tmp_path), clock=clock, unix_clock=unix_clock, follow_s=0.05
+        )
         async with (
             serve_agent(AgentServer(agent, clock), "127.0.0.1", port),
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as http,

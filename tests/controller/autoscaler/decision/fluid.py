@@ -16,7 +16,7 @@ from controller.api.autoscaling_binding import (
     AutoscalingPolicyBindingSpec,
     ScaleTarget,
 )
-from controller.api.common import ObjectReference
+from controller.api.shared_types import ObjectReference
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.situation import (
     Backlog,
@@ -24,8 +24,8 @@ from controller.autoscaler.decision.situation import (
     EngineReport,
     EngineState,
     Freshness,
+    ReplicaSpeed,
     Situation,
-    Speed,
     TargetSituation,
 )
 from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.saved_state import BindingMemory
 
 # 8B on an H100, nearly; a replica can do 11.8 of these requests a second.
-SPEED = Speed(prefill_tokens_per_s=15_000.0, step_s=0.008, step_s_per_token=8e-8, kv_tokens=400_000.0, is_measured=True)
+SPEED = ReplicaSpeed(
+    prefill_tokens_per_s=15_000.0, step_s=0.008, step_s_per_token=8e-8, kv_tokens=400_000.0, is_measured=True
+)
 PROMPT, OUTPUT = 1000.0, 200.0
 SECONDS_A_REQUEST = PROMPT / 15_000.0 + OUTPUT * 8e-8 * (PROMPT + OUTPUT / 2)
 _HISTORY_S = 900

@@ -10,15 +10,15 @@ from controller.api.autoscaling_binding import (
     AutoscalingPolicyBindingSpec,
     ScaleTarget,
 )
-from controller.api.common import ObjectReference
+from controller.api.shared_types import ObjectReference
 from controller.autoscaler.decision.situation import (
     Backlog,
     Engine,
     EngineReport,
     EngineState,
     Freshness,
+    ReplicaSpeed,
     Situation,
-    Speed,
     TargetSituation,
 )
 from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 NOW_S = 1_780_000_000.0
 PROMPT, OUTPUT = 1000.0, 200.0
 # With PROMPT and OUTPUT: 0.1 s of prefill, and 200 * 5e-7 * 1100 = 0.11 s of decode a request.
-SPEED = Speed(prefill_tokens_per_s=10_000.0, step_s=0.01, step_s_per_token=5e-7, is_measured=True)
+SPEED = ReplicaSpeed(prefill_tokens_per_s=10_000.0, step_s=0.01, step_s_per_token=5e-7, is_measured=True)
 
 
 def spec_of(name: str = "main", *, least: int = 1, most: int = 40, stage: str = "Both") -> ScaleTarget:
@@ -71,7 +71,7 @@ def target_of(
     ready: int = 1,
     starting: int = 0,
     spec: ScaleTarget | None = None,
-    speed: Speed | None = SPEED,
+    speed: ReplicaSpeed | None = SPEED,
     age_s: float = 10.0,
 ) -> TargetSituation:
     """A target whose replicas all exist."""

@@ -20,8 +20,8 @@ from controller.autoscaler.decision.situation import (
     Engine,
     EngineReport,
     EngineState,
+    ReplicaSpeed,
     Situation,
-    Speed,
     TargetSituation,
     objective_of_stage,
 )
@@ -34,7 +34,9 @@ from tests.controller.autoscaler.decision.situations import spec_of
 if TYPE_CHECKING:
     from controller.autoscaler.decision.saved_state import BindingMemory
 
-SPEED = Speed(prefill_tokens_per_s=15_000.0, step_s=0.008, step_s_per_token=8e-8, kv_tokens=400_000.0, is_measured=True)
+SPEED = ReplicaSpeed(
+    prefill_tokens_per_s=15_000.0, step_s=0.008, step_s_per_token=8e-8, kv_tokens=400_000.0, is_measured=True
+)
 OBJECTIVE = LatencyObjective(ttft=Duration("2s"), tpot=Duration("40ms"))
 START_S = 60.0
 RATE = 3

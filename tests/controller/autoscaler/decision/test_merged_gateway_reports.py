@@ -37,7 +37,7 @@ def signals(*servers: str, gateways: Iterable[str] = GATEWAYS, now: float = 0.0)
     made = SignalAggregator(TRUSTED)
     made.set_subscriptions(servers or (LLAMA,), now)
     made.set_gateways(list(gateways), now)
-    made.tick(now)
+    made.record_traffic_points(now)
     return made
 
 
@@ -67,7 +67,7 @@ def test_sums_are_over_processes_and_rates_over_time() -> None:
     for second in range(1, 21):
         made.ingest(GATEWAYS[0], said("a", second, second, arrivals=2 * second), second)
         made.ingest(GATEWAYS[1], said("b", second, second, arrivals=second, output_tokens=10.0 * second), second)
-        made.tick(second)
+        made.record_traffic_points(second)
     traffic = of(made, 20.0).traffic
     rates = traffic.rates(10.0, 20.0)
     assert rates is not None
@@ -160,7 +160,7 @@ def test_what_was_counted_while_nobody_heard_is_spread_over_that_time() -> None:
     for second in range(1, 101):
         if second <= 40 or second == 100:
             made.ingest(GATEWAYS[0], said("a", second, second, arrivals=10 * second, ttft=(second,)), float(second))
-        made.tick(float(second))
+        made.record_traffic_points(float(second))
     traffic = of(made, 100.0).traffic
     assert [traffic.rates(10.0, until).arrivals for until in (40.0, 60.0, 80.0, 100.0)] == pytest.approx([10.0] * 4)
     assert of(made, 100.0).freshness.since_s == 0.0
@@ -210,7 +210,7 @@ def test_several_servers_are_summed_at_every_instant() -> None:
         made.ingest(GATEWAYS[0], ProcessDemand("a", second, second, pages), float(second))
         if second == 5:
             made.set_subscriptions((LLAMA, QWEN), 4.5)
-        made.tick(second)
+        made.record_traffic_points(second)
     found = of(made, 10.0, LLAMA, QWEN)
     assert found.waiting.requests == 1
     rates = found.traffic.rates(4.0, 10.0)
@@ -276,7 +276,7 @@ def test_absurd_values_are_bounded_and_harm_nobody_else(values: list[tuple[float
         servers = dict.fromkeys((f"team/{index}" for index in range(100)), page) | {"team/own": page, LLAMA: page}
         made.ingest("team/g", ProcessDemand("liar", number, first, servers), now)
         made.ingest("attache/g-0", said("a", number, now, arrivals=number), now)
-        made.tick(now)
+        made.record_traffic_points(now)
         found = of(made, now, "team/own")
         totals = found.traffic.totals_at(now)
         assert totals is not None
@@ -350,7 +350,7 @@ def test_sums_equal_what_clients_sent_in_any_order_of_restarts_silence_and_messa
             case "pause":
                 now += number
         now += 0.25
-        made.tick(now)
+        made.record_traffic_points(now)
         total = arrivals(made, now)
         assert before <= total <= sent
         before = total
@@ -372,7 +372,7 @@ def test_counters_that_fall_never_make_sums_fall_and_count_once_when_they_rise_a
     made = signals(gateways=GATEWAYS[:1])
     for second, count in enumerate(counts, 1):
         made.ingest(GATEWAYS[0], said("a", second, second, arrivals=count), float(second))
-        made.tick(second)
+        made.record_traffic_points(second)
         assert arrivals(made, float(second)) == max(counts[:second])
 
 
@@ -380,7 +380,7 @@ def test_time_runs_on_for_hours_in_bounded_memory() -> None:
     made = signals(gateways=GATEWAYS[:1])
     for second in range(1, 4 * 3600):
         made.ingest(GATEWAYS[0], said("a", second, second, arrivals=3 * second), float(second))
-        made.tick(float(second))
+        made.record_traffic_points(float(second))
     now = 4 * 3600.0 - 1
     traffic = of(made, now).traffic
     assert len(traffic.points) <= 300 + 240 + 1
@@ -399,7 +399,7 @@ def test_latencies_of_a_window_come_from_its_points() -> None:
         ttft[5 if second <= 30 else 15] += 1
         tpot[3] += 2
         made.ingest(GATEWAYS[0], said("a", second, second, ttft=tuple(ttft), tpot=tuple(tpot)), float(second))
-        made.tick(float(second))
+        made.record_traffic_points(float(second))
     traffic = of(made, 60.0).traffic
     early, late = traffic.ttft_s(50, 20.0, 25.0), traffic.ttft_s(50, 20.0, 60.0)
     assert early is not None
@@ -422,10 +422,10 @@ def test_after_the_clock_was_set_back_time_begins_anew_and_sums_go_on() -> None:
     made = signals(gateways=GATEWAYS[:1])
     for second in range(1, 11):
         made.ingest(GATEWAYS[0], said("a", second, second, arrivals=second), 1000.0 + second)
-        made.tick(1000.0 + second)
+        made.record_traffic_points(1000.0 + second)
     for second in range(11, 21):
         made.ingest(GATEWAYS[0], said("a", second, second, arrivals=second), 500.0 + second)
-        made.tick(500.0 + second)
+        made.record_traffic_points(500.0 + second)
     found = of(made, 520.0)
     assert found.traffic.points[-1].totals.arrivals == 20
     rates = found.traffic.rates(5.0, 520.0)

@@ -24,7 +24,14 @@ from controller.api.autoscaling_binding import RatioConstraint
 from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
 from controller.autoscaler.decision.saved_state import BindingMemory, decode_memory, encode_memory
-from controller.autoscaler.decision.situation import Backlog, EngineReport, EngineState, Freshness, MetricReading, Speed
+from controller.autoscaler.decision.situation import (
+    Backlog,
+    EngineReport,
+    EngineState,
+    Freshness,
+    MetricReading,
+    ReplicaSpeed,
+)
 from controller.autoscaler.decision.strategies.work import WorkParameters
 from controller.autoscaler.decision.traffic import Traffic
 from extproc.api.quantities import Duration
@@ -230,7 +237,7 @@ def test_with_any_doubt_it_does_not(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("speed", [SPEED, None])
-def test_a_few_requests_long_ago_and_unknown_speeds_do_not_keep_an_idle_replica(speed: Speed | None) -> None:
+def test_a_few_requests_long_ago_and_unknown_speeds_do_not_keep_an_idle_replica(speed: ReplicaSpeed | None) -> None:
     # a minute before the first look, and six before the last one
     few = traffic_of(lambda second: 1.0 if second == -460 else 0.0, seconds=1000, now_s=NOW_S + 400)
     stage = zero_stage(target=target_of(ready=1, spec=spec_of(least=0), speed=speed), traffic=few)

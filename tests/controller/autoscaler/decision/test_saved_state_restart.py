@@ -9,9 +9,9 @@ import pytest
 from controller.api.autoscaling import Behavior, MetricTarget, ScalingRules
 from controller.api.autoscaling_policy import AutoscalingPolicySpec, Strategy
 from controller.autoscaler.decision.decide import decide
-from controller.autoscaler.decision.decide_stage import LEAST_KNOWN_S
 from controller.autoscaler.decision.saved_state import BindingMemory, decode_memory, encode_memory
 from controller.autoscaler.decision.situation import EngineReport, Freshness
+from controller.autoscaler.decision.stage_replica_need import LEAST_KNOWN_S
 from tests.controller.autoscaler.decision.situations import (
     NOW_S,
     binding_of,

@@ -10,8 +10,8 @@ from multidict import CIMultiDict
 
 from controller.autoscaler.export.desired_replicas import CURRENT, DESIRED, RATIO, ExportedTarget, ExportedTargets
 from controller.autoscaler.export.external_metrics import format_quantity, parse_front_proxy
+from controller.kube.api_resources import parse_selector
 from controller.kube.authorizer import User
-from controller.kube.resources import parse_selector
 
 LABELS = {"variant_name": "llama", "namespace": "shop"}
 

@@ -7,12 +7,12 @@ import random
 from collections import Counter
 
 from controller.autoscaler.decision.decision import Decision, StageDecision
+from controller.autoscaler.decision.replica_speeds import EngineStart, StartDurations, expected_start_s
 from controller.autoscaler.decision.saved_state import BindingMemory, StageMemory, decode_memory, encode_memory
-from controller.autoscaler.decision.situation import Speed
-from controller.autoscaler.decision.speeds import EngineStart, StartDurations, expected_start_s
+from controller.autoscaler.decision.situation import ReplicaSpeed
 from controller.autoscaler.decision.strategies.predictive import MOST_PLACES, PredictiveMemory
 from controller.autoscaler.reconciler.binding_state import (
-    AnnotationSchedule,
+    AnnotationWriteSchedule,
     decode_annotation,
     encode_annotation,
     new_binding_state,
@@ -30,7 +30,7 @@ def test_the_largest_binding_fits_and_comes_back() -> None:
 
     def stage(targets: list[str]) -> StageMemory:
         season = PredictiveMemory(0.0, profile=tuple(rng.uniform(0, 99) for _ in range(MOST_PLACES)), season_s=86400.0)
-        speeds = {one: Speed(rng.uniform(1e3, 1e5), rng.random(), rng.random() / 1e6) for one in targets}
+        speeds = {one: ReplicaSpeed(rng.uniform(1e3, 1e5), rng.random(), rng.random() / 1e6) for one in targets}
         known = {one: starts() for one in targets}
         return StageMemory(
             began_at_s=0.0, decided_at_s=0.0, strategies={"Predictive": season}, speeds=speeds, starts=known
@@ -63,7 +63,7 @@ def written_by(learned: str, hours: float) -> list[tuple[float, str]]:
     speeds.
     """
     rng = random.Random(1)
-    states = {f"b{one}": AnnotationSchedule(rng) for one in range(100)}
+    states = {f"b{one}": AnnotationWriteSchedule(rng) for one in range(100)}
     return [
         (float(now_s), name)
         for now_s in range(0, int(hours * 3600), 5)

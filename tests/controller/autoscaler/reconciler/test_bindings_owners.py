@@ -27,7 +27,7 @@ from controller.autoscaler.reconciler.scalables import (
     find_scalable_kind,
     parse_scalable,
 )
-from controller.kube.resources import DEPLOYMENTS
+from controller.kube.api_resources import DEPLOYMENTS
 
 MINE = TargetClaim("2026-11-22T08:00:00Z", "default/a", "1")
 WROTE_AT_S = 1_795_341_600.0  # 2026-11-22T10:00:00Z

@@ -11,8 +11,8 @@ import pytest
 from controller.autoscaler.decision.gateway_reports import EngineSignal
 from controller.autoscaler.decision.situation import EngineReport
 from controller.autoscaler.reconciler.demand import GatewayDemandSource, group_by_pod
+from controller.kube.api_resources import PODS
 from controller.kube.informer import Informer
-from controller.kube.resources import PODS
 from extproc.api.status_pages import EngineDemand, ProcessDemand, ServerDemand
 
 if TYPE_CHECKING:

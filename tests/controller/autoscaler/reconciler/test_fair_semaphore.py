@@ -14,10 +14,10 @@ from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.reconciler.controller import wall_clock_s
 from controller.autoscaler.reconciler.fair_semaphore import FairSemaphore
 from controller.autoscaler.reconciler.metric_sources import MetricSources, SourceSettings
-from controller.autoscaler.reconciler.resolver import ResolvedTarget
 from controller.autoscaler.reconciler.scalables import find_scalable_kind
+from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
+from controller.kube.api_resources import MODEL_INFERS
 from controller.kube.pods import PodView
-from controller.kube.resources import MODEL_INFERS
 from controller.models.model_infer import names
 from tests.scaling_scenes import situation
 from tests.scaling_scenes import target as engines_at

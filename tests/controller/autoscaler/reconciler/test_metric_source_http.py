@@ -29,11 +29,16 @@ from controller.autoscaler.reconciler.metric_source_http import (
     promql_of_query,
     usage_by_pod,
 )
-from controller.autoscaler.reconciler.metric_sources import MetricSample, entry_pods, total_metric, utilization_metric
-from controller.autoscaler.reconciler.resolver import ResolvedTarget
+from controller.autoscaler.reconciler.metric_sources import (
+    MetricSample,
+    age_limited_total,
+    entry_pods,
+    utilization_metric,
+)
 from controller.autoscaler.reconciler.scalables import find_scalable_kind
+from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
+from controller.kube.api_resources import MODEL_INFERS
 from controller.kube.pods import PodView
-from controller.kube.resources import MODEL_INFERS
 from controller.models.model_infer import names
 
 
@@ -83,12 +88,12 @@ def test_what_is_no_number_is_a_problem(body: bytes, says: str) -> None:
 def test_an_answer_from_part_of_the_data_asks_for_more_alone() -> None:
     policy = AutoscalingPolicySpec()
     partial = prometheus_value(answer(({}, 1.0, "2"), warnings=["a store is away"]))
-    assert total_metric(MetricSample(partial, 50.0), 51.0, policy).is_lower_bound
+    assert age_limited_total(MetricSample(partial, 50.0), 51.0, policy).is_lower_bound
     whole = MetricValue(2.0)
-    assert not total_metric(MetricSample(whole, 50.0), 51.0, policy).is_lower_bound
+    assert not age_limited_total(MetricSample(whole, 50.0), 51.0, policy).is_lower_bound
     # older than soft, 15 s; older than hard, 60 s
-    assert total_metric(MetricSample(whole, 50.0), 66.0, policy).is_lower_bound
-    old = total_metric(MetricSample(whole, 50.0), 111.0, policy)
+    assert age_limited_total(MetricSample(whole, 50.0), 66.0, policy).is_lower_bound
+    old = age_limited_total(MetricSample(whole, 50.0), 111.0, policy)
     assert (old.total, old.problem) == (None, "the last sample is 61 s old")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from controller.autoscaler.reconciler.polled_targets import PolledTargets, TargetRead
+from controller.autoscaler.reconciler.polled_targets import PolledTarget, PolledTargets
 from controller.kube.errors import NotFound
 from tests.waiting import eventually
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from controller.autoscaler.reconciler.bindings import ScalableRef
+    from controller.kube.api_resources import ApiResource, Object
     from controller.kube.client import Client
-    from controller.kube.resources import Object, Resource
 
 SERVED = "example.com/v1"
 SLOW = "slow.com/v1"
@@ -47,7 +47,7 @@ class FakeClient:
     async def create(self, *_: object) -> Object:
         return {"status": {"allowed": True}}
 
-    async def get(self, resource: Resource, name: str, namespace: str, subresource: str = "") -> Object:
+    async def get(self, resource: ApiResource, name: str, namespace: str, subresource: str = "") -> Object:
         if resource.group == "slow.com":
             self.begun.append(name)
             await self.gate.wait()
@@ -81,7 +81,7 @@ async def reading(
 
 def is_read(kinds: PolledTargets, target: ScalableRef) -> bool:
     """Whether it has been tried."""
-    return kinds.last_read(target) != TargetRead()
+    return kinds.last_read(target) != PolledTarget()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from controller.autoscaler.reconciler.scalables import SCALED_TO, find_scalable_kind, parse_scalable
-from controller.kube.resources import DEPLOYMENTS
+from controller.kube.api_resources import DEPLOYMENTS
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import msgspec
 
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.reconciler.demand import DemandView
-from controller.autoscaler.reconciler.resolver import ResolvedTarget
 from controller.autoscaler.reconciler.scalables import Scalable, find_scalable_kind
 from controller.autoscaler.reconciler.situations import build_situations, with_headroom
-from controller.kube.resources import DEPLOYMENTS
+from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
+from controller.kube.api_resources import DEPLOYMENTS
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import NOW_S, spec_of
 

@@ -14,10 +14,10 @@ from controller.autoscaler.decision.decision import AppliedRule, Decision, Recom
 from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, TargetSituation
 from controller.autoscaler.reconciler.bindings import ManualOverride, trimmed_policy
 from controller.autoscaler.reconciler.controller import policy_status
-from controller.autoscaler.reconciler.resolver import ResolvedTarget, TargetProblem
 from controller.autoscaler.reconciler.result import ReconciliationResult, ScaleEvent, target_actions
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable
 from controller.autoscaler.reconciler.status import binding_events, binding_status
+from controller.autoscaler.reconciler.target_resolver import ResolvedTarget, TargetProblem
 from extproc.api.spec import API_VERSION
 
 SPEC = msgspec.convert({"name": "main", "ref": {"kind": "ModelInfer", "name": "llama"}, "maxReplicas": 9}, ScaleTarget)

@@ -15,7 +15,7 @@ from controller.bundle.envoy.authentication import (
     unused_authentication_files,
 )
 from controller.bundle.envoy.bundle import build_bundle
-from extproc.api.authentication import Authentication, CertificateName
+from extproc.api.authentication import Authentication, CertificateTenantPattern
 from extproc.api.config_loader import load_snapshot
 
 
@@ -96,11 +96,14 @@ def test_without_such_issuers_there_are_no_such_clusters() -> None:
 )
 def test_all_but_the_names_is_taken_literally(field: str, pattern: str, expected: str) -> None:
     tenant = None if "{tenant}" in pattern else "fixed"
-    assert certificate_lua_pattern(CertificateName(name="a", field=field, pattern=pattern, tenant=tenant)) == expected  # type: ignore[arg-type]
+    assert (
+        certificate_lua_pattern(CertificateTenantPattern(name="a", field=field, pattern=pattern, tenant=tenant))
+        == expected
+    )  # type: ignore[arg-type]
 
 
 def test_the_bundle_has_the_files_of_one_way_to_authenticate() -> None:
-    named = CertificateName(name="a", field="URI", pattern='x"\\{tenant}')
+    named = CertificateTenantPattern(name="a", field="URI", pattern='x"\\{tenant}')
     authentication = Authentication(client_certificates=(named,))
     files = authentication_files(authentication)
     assert set(files) == {"certificates.json"}

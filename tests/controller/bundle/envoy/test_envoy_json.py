@@ -33,7 +33,7 @@ from controller.bundle.envoy.envoy_json import PROTO_NAMES, PackedMessage, to_pl
 from extproc.api.config_loader import load_directory, load_snapshot
 
 if TYPE_CHECKING:
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 SOURCES = sorted((Path(__file__).parents[4] / "envoy" / "sources").iterdir())
 # what the sources lack: TLS on both sides, tokens, mutual TLS, CORS, listeners, mirrors, retries, WebSockets

@@ -14,7 +14,7 @@ from controller.bundle.envoy.secrets import Authorities, SystemAuthorities, secr
 from extproc.api.config_loader import load_snapshot
 
 if TYPE_CHECKING:
-    from extproc.api.snapshot import Snapshot
+    from extproc.api.config_snapshot import Snapshot
 
 
 def configured(spec: str) -> Snapshot:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from extproc.wire_protocol import RESERVED_FROM_ENGINES, RESERVED_IN_ANSWERS
+from extproc.wire_names import RESERVED_FROM_ENGINES, RESERVED_IN_ANSWERS
 
 PAGE: Final = Path(__file__).resolve().parents[4] / "docs" / "operations.md"
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from controller.gateway.compile.compiler import Compiler, CompileResult, file_name
 from controller.gateway.compile.pods import parse_pod, trimmed_engine_pod
 from controller.gateway.directory_writer import DirectoryWriter
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 from extproc.api.config_loader import load_directory, load_snapshot
-from extproc.api.snapshot import failure_mode_of
+from extproc.api.config_snapshot import failure_mode_of
 from extproc.api.spec import object_key
-from extproc.llmd.picker_builder import InstalledPlugins, PickerFactory, picker_notes
+from extproc.llmd.picker_builder import InstalledPluginChecker, PickerFactory, picker_notes
 from extproc.scheduling.picker_cache import pickers_for
 from tests.examples import examples
 from tests.kube_objects import Object, picker_config, pod, resource, route, secret, server
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from extproc.api.config_snapshot import Snapshot
     from extproc.api.picker_config import PickerFile
-    from extproc.api.snapshot import Snapshot
 
 HTTP_LISTENER = {"name": "http", "address": "127.0.0.1:8080"}
 PICKER = """\
@@ -39,7 +39,7 @@ schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}, {plugi
 
 
 def compiled(*things: Object, gateway: str | None = None) -> CompileResult:
-    return feed(Compiler(gateway, check_picker=InstalledPlugins()), things).compile()
+    return feed(Compiler(gateway, check_picker=InstalledPluginChecker()), things).compile()
 
 
 def feed(compiler: Compiler, things: Iterable[Object]) -> Compiler:
@@ -298,7 +298,7 @@ def test_a_route_of_steps_shares_its_name_with_one_of_clients_and_with_no_other_
 
 def test_a_route_of_steps_says_that_they_have_no_listener_until_they_have_one() -> None:
     things = [resource("GatewayConfig", "gateway", {}), server(), of_steps("llama")]
-    compiler = feed(Compiler("default/gateway", check_picker=InstalledPlugins()), things)
+    compiler = feed(Compiler("default/gateway", check_picker=InstalledPluginChecker()), things)
     wanted = ("False", "NoListener")
     assert condition(compiler.compile(), "ModelRoute", "default/llama", "Programmed")[:2] == wanted
     feed(compiler, [resource("GatewayConfig", "gateway", {"steps": "0.0.0.0:9012"}, generation=2)])
@@ -520,7 +520,7 @@ STEPS = st.lists(
 def test_any_history_ends_as_a_fresh_compilation_does_and_can_be_read(
     steps: list[tuple[Object, str]], gateway: str | None
 ) -> None:
-    compiler = Compiler(gateway, check_picker=InstalledPlugins())
+    compiler = Compiler(gateway, check_picker=InstalledPluginChecker())
     state: dict[tuple[str, str], Object] = {}
     for thing, verb in steps:
         kind, key = thing["kind"], key_of(thing)

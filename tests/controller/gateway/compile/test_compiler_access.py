@@ -10,10 +10,10 @@ import pytest
 
 from controller.gateway.compile.compiler import GATEWAY_FILE, Compiler, CompileResult
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.gateway.compile.referenced_secrets import ReferencedKey
-from controller.kube.resources import key_of
-from extproc.admission.access import AccessRequest, Authorizer
+from controller.gateway.compile.referenced_secrets import ReferencedObjectKey
+from controller.kube.api_resources import key_of
 from extproc.admission.identity import Subject
+from extproc.admission.model_access import AccessRequest, Authorizer
 from extproc.api.config_loader import load_snapshot
 from tests.gateway_objects import gateway, gateway_class
 from tests.kube_objects import Object, pod, resource, route, secret, server
@@ -54,7 +54,7 @@ def said(outcome: CompileResult, kind: str, key: str, type_: str) -> tuple[str, 
 
 def test_keys_of_a_secret_are_pointed_to_and_come_as_digests() -> None:
     outcome = compiled(config(**KEYS), secret("keys", {"web": "sk-0123456789"}), config=CONFIG)
-    assert outcome.pointers == {ReferencedKey("Secret", "default/keys")}
+    assert outcome.pointers == {ReferencedObjectKey("Secret", "default/keys")}
     text = b"".join(outcome.files.values())
     assert b"sk-0123456789" not in text
     authentication = load_snapshot(outcome.files).gateway.authentication

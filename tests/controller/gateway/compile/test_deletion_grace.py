@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.gateway.compile.compiler import Compiler, CompileResult
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 from extproc.api.config_loader import load_snapshot
 from tests.examples import examples
 from tests.kube_objects import Object, pod, resource, route

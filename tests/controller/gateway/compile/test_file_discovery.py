@@ -12,7 +12,7 @@ import pytest
 
 from controller.gateway.compile.file_discovery import (
     DiscoveryInvalid,
-    FileDiscovery,
+    FileDiscoverySettings,
     FilePoolCompiler,
     parse_file_discovery,
     read_endpoints,
@@ -20,8 +20,8 @@ from controller.gateway.compile.file_discovery import (
 from controller.gateway.inference_pool_reconciler import read_bounded_text
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.decode import read_picker_file
-from extproc.llmd.picker_builder import InstalledPlugins
+from extproc.api.document_decoder import read_picker_file
+from extproc.llmd.picker_builder import InstalledPluginChecker
 
 CONFIG = """\
 apiVersion: llm-d.ai/v1alpha1
@@ -50,14 +50,16 @@ endpoints:
 """
 
 
-def discovery(text: str) -> FileDiscovery | None:
+def discovery(text: str) -> FileDiscoverySettings | None:
     return parse_file_discovery(read_picker_file("epp.yaml", text).config)
 
 
 def test_the_file_says_where_the_endpoints_are() -> None:
-    assert discovery(CONFIG) == FileDiscovery("/etc/epp/endpoints.yaml", watches=True)
+    assert discovery(CONFIG) == FileDiscoverySettings("/etc/epp/endpoints.yaml", watches=True)
     assert discovery(CONFIG.replace("file-discovery", "multicluster-file-discovery")) is not None
-    assert discovery(CONFIG.replace(", watchFile: true", "")) == FileDiscovery("/etc/epp/endpoints.yaml", watches=False)
+    assert discovery(CONFIG.replace(", watchFile: true", "")) == FileDiscoverySettings(
+        "/etc/epp/endpoints.yaml", watches=False
+    )
     assert discovery(CONFIG[: CONFIG.index("dataLayer")]) is None
 
 
@@ -133,7 +135,7 @@ def test_a_file_that_is_no_list_of_endpoints_is_refused(text: str) -> None:
 
 
 def test_what_comes_of_the_files_is_a_directory_that_loads_and_problems_leave_it() -> None:
-    compiler = FilePoolCompiler("slurm/job", {"engine": "SGLang"}, check_picker=InstalledPlugins())
+    compiler = FilePoolCompiler("slurm/job", {"engine": "SGLang"}, check_picker=InstalledPluginChecker())
     assert compiler.compile().files is None
     compiler.put_config(CONFIG)
     compiler.put_endpoints("e.yaml", ENDPOINTS)
@@ -162,7 +164,7 @@ def test_what_comes_of_the_files_is_a_directory_that_loads_and_problems_leave_it
 
 
 def test_fields_of_the_model_server_that_cannot_be_are_told() -> None:
-    compiler = FilePoolCompiler("slurm/job", {"engin": "SGLang"}, check_picker=InstalledPlugins())
+    compiler = FilePoolCompiler("slurm/job", {"engin": "SGLang"}, check_picker=InstalledPluginChecker())
     compiler.put_config(CONFIG)
     compiler.put_endpoints("e.yaml", ENDPOINTS)
     (problem,) = compiler.compile().problems

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 from hashlib import sha256
 
-from controller.gateway.compile.referenced_secrets import ReferencedKey
+from controller.gateway.compile.referenced_secrets import ReferencedObjectKey
 from extproc.api.tracing import Tracing
 from tests.controller.gateway.compile.gateway_api.outcomes import compiled, conditions, snapshot, status
 from tests.gateway_objects import Object, backend_ref, gateway, http_route, listener, make, pool, service
@@ -33,7 +33,7 @@ def test_keys_of_a_secret_are_digests_in_the_directory() -> None:
     assert authentication is not None
     (key,) = authentication.api_keys
     assert (key.name, key.tenant, key.key_sha256) == ("alice", "alice", sha256(KEY).hexdigest())
-    assert ReferencedKey("Secret", "default/keys") in outcome.pointers
+    assert ReferencedObjectKey("Secret", "default/keys") in outcome.pointers
     assert not any(KEY in content for content in outcome.files.values())
 
 

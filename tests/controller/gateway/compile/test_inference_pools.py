@@ -10,7 +10,7 @@ import pytest
 
 from controller.gateway.compile.inference_pools import SETTINGS, server_from_pool, server_key
 from controller.gateway.compile.model_servers import ModelServerCompiler
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 from extproc.api.picker_config import accept_any_plugins
 from tests.kube_objects import Object, pod
 

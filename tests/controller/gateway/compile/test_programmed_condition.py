@@ -8,9 +8,9 @@ from typing import Any
 from controller.gateway.compile.programmed_condition import ConfigConsumer, add_programmed_condition, are_statuses_known
 from controller.kube.conditions import (
     WantedCondition,
-    WantedEntry,
-    WantedList,
+    WantedListItem,
     WantedStatus,
+    WantedStatusList,
     condition_false,
     condition_true,
     merge_status,
@@ -142,8 +142,8 @@ def shown(wanted: WantedStatus) -> list[str]:
 
 
 def test_a_gateway_and_its_listeners_are_what_the_gateway_config_holds() -> None:
-    def entry(name: str, programmed: WantedCondition) -> WantedEntry:
-        return WantedEntry(identity={"name": name}, conditions=(programmed,))
+    def entry(name: str, programmed: WantedCondition) -> WantedListItem:
+        return WantedListItem(identity={"name": name}, conditions=(programmed,))
 
     entries = (
         entry("http", condition_true("Programmed")),
@@ -154,7 +154,7 @@ def test_a_gateway_and_its_listeners_are_what_the_gateway_config_holds() -> None
         key="default/web",
         generation=2,
         conditions=(condition_true("Accepted"), condition_true("Programmed")),
-        lists=(WantedList(name="listeners", entries=entries),),
+        lists=(WantedStatusList(name="listeners", entries=entries),),
         is_plain=True,
     )
     behind = ConfigConsumer("extproc", ConfigReport(files={"gateway.json": "old"}))
@@ -168,7 +168,7 @@ def test_a_gateway_and_its_listeners_are_what_the_gateway_config_holds() -> None
     # another Gateway's change makes the file new; a listener that comes into use waits for it
     served = merge_status(used, {}, "2026-11-01T00:00:00Z")
     assert served is not None
-    more = WantedList(name="listeners", entries=(entries[0], entry("https", condition_true("Programmed"))))
+    more = WantedStatusList(name="listeners", entries=(entries[0], entry("https", condition_true("Programmed"))))
     changed = WantedStatus(
         kind="Gateway", key="default/web", generation=2, conditions=gateway.conditions, lists=(more,), is_plain=True
     )
@@ -181,8 +181,8 @@ def test_a_gateway_and_its_listeners_are_what_the_gateway_config_holds() -> None
 
 def test_a_route_says_of_each_parent_whether_its_file_is_used() -> None:
     parent = {"parentRef": {"name": "web"}, "controllerName": "attache.dev/gateway"}
-    entry = WantedEntry(identity=parent, conditions=(condition_true("Accepted"), condition_true("Programmed")))
-    parents = WantedList(name="parents", entries=(entry,), controller="attache.dev/gateway")
+    entry = WantedListItem(identity=parent, conditions=(condition_true("Accepted"), condition_true("Programmed")))
+    parents = WantedStatusList(name="parents", entries=(entry,), controller="attache.dev/gateway")
     route = WantedStatus(kind="HTTPRoute", key="default/app", generation=1, conditions=(), lists=(parents,))
     digests = {"httproute.default.app.json": "new"}
     use = [ConfigConsumer("extproc", ConfigReport(files=digests)), ConfigConsumer("Envoy", None)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from controller.gateway.compile.compiler import CompileResult, file_name
-from controller.gateway.compile.referenced_secrets import ReferencedKey, referenced_file
+from controller.gateway.compile.referenced_secrets import ReferencedObjectKey, referenced_file
 from extproc.api.config_loader import load_snapshot
 from extproc.api.engine_connection import EngineConnection
 from tests.controller.gateway.compile.gateway_api.outcomes import compiled, snapshot, status
@@ -82,9 +82,9 @@ def test_files_come_before_the_document_that_names_them() -> None:
 def test_what_is_referred_to_is_read_from_the_servers_own_namespace() -> None:
     outcome = compiled(server(namespace="blue", connection=CONNECTION), *ALL)
     own = {
-        ReferencedKey("ConfigMap", "blue/ca"),
-        ReferencedKey("Secret", "blue/cert"),
-        ReferencedKey("Secret", "blue/keys"),
+        ReferencedObjectKey("ConfigMap", "blue/ca"),
+        ReferencedObjectKey("Secret", "blue/cert"),
+        ReferencedObjectKey("Secret", "blue/keys"),
     }
     assert own <= outcome.pointers
     assert not {one.key for one in outcome.pointers} & {"default/ca", "default/cert", "default/keys"}
@@ -163,7 +163,7 @@ def test_a_pools_annotation_may_refer_to_secrets_of_its_namespace() -> None:
     backend = backend_ref("llama", None, group="inference.networking.k8s.io", kind="InferencePool")
     things = thing, service("picker", 9002), gateway(), http_route("app", backend), pod("a")
     connection, addresses = served(compiled(*things, KEYS))
-    assert connection.api_key_file == referenced_file(ReferencedKey("Secret", "default/keys"), "api-key")
+    assert connection.api_key_file == referenced_file(ReferencedObjectKey("Secret", "default/keys"), "api-key")
     assert len(addresses) == 1
     without = compiled(*things)
     assert served(without) == (EngineConnection(), [])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from controller.kube.plan import Apply, Plan
+from controller.kube.reconcile_plan import Apply, Plan
 from controller.models.model.model_state import ModelState, ReportedModel
 from controller.models.model.reconcile import reconcile
 

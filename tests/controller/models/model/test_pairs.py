@@ -9,14 +9,14 @@ import pytest
 
 from controller.api.serving_runtime import Connector, Engine
 from controller.commands.render import model_as_yaml, render, render_models
-from controller.kube.resources import PODS
+from controller.kube.api_resources import PODS
 from controller.models.model.model_state import ModelState
 from controller.models.model.reconcile import reconcile
 from controller.models.model_infer import names
 from controller.models.runtimes.prefill_connectors import OWN_LEGS
 from extproc.api.config_loader import load_snapshot
 from extproc.api.model_server import Connector as OwnConnector
-from extproc.llmd.picker_builder import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPluginChecker
 from tests.kube_objects import resource
 from tests.model_infer_cluster import Cluster
 
@@ -198,7 +198,7 @@ class Pairs:
             pods.append({**one, "status": status})
             images[f"10.0.0.{number + 1}:8000"] = one["spec"]["containers"][0]["image"]
         objects = [resource("GatewayConfig", "main", {}), self.server, *pods]
-        rendered = render(objects, "default/main", InstalledPlugins())
+        rendered = render(objects, "default/main", InstalledPluginChecker())
         assert not rendered.refused
         (server,) = load_snapshot(rendered.files).servers
         group = server.spec.pd_group

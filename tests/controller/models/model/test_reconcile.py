@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from controller.kube.plan import Apply, Delete, Plan
-from controller.kube.resources import MODEL_INFERS
+from controller.kube.api_resources import MODEL_INFERS
+from controller.kube.reconcile_plan import Apply, Delete, Plan
 from controller.models.model.children import smoothed_start_time
 from controller.models.model.model_state import ModelSettings, ModelState
 from controller.models.model.reconcile import reconcile

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.commands.render import render_models
-from controller.kube.plan import Apply
+from controller.kube.reconcile_plan import Apply
 from controller.models.model.model_state import ModelState
 from controller.models.model.reconcile import reconcile
 

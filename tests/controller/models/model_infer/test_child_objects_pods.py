@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.api.common import PodTemplate
+from controller.api.shared_types import PodTemplate
 from controller.models.model_infer import names
 from controller.models.model_infer.child_objects import PodOptions, build_pod
 from controller.models.model_infer.desired_state import Revision, RoleRevision

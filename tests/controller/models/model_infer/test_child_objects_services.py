@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from controller.kube.resources import SERVICES
+from controller.kube.api_resources import SERVICES
 from tests.model_infer_cluster import Cluster, model_infer, role, template
 
 

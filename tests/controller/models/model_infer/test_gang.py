@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.api.pod_spec_checks import parse_quantity, resource_requests
-from controller.kube.resources import MODEL_INFER_ROLES, PODS, SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, Resource
+from controller.kube.api_resources import MODEL_INFER_ROLES, PODS, SCHEDULER_POD_GROUPS, VOLCANO_POD_GROUPS, ApiResource
 from controller.models.model_infer.gang import is_schedulable, total_requests
 from controller.models.model_infer.model_infer_state import GangSchedulingApis, NodeCapacity
 from tests.model_infer_cluster import Cluster, model_infer, role
@@ -44,7 +44,7 @@ def node(name: str, gpus: float, **more: Any) -> NodeCapacity:  # noqa: ANN401 -
     ],
 )
 def test_a_pod_group_says_how_many_pods_start_together(
-    scheduler: str, kind: Resource, served: GangSchedulingApis
+    scheduler: str, kind: ApiResource, served: GangSchedulingApis
 ) -> None:
     cluster = ganged(replicas=2, schedulerName=scheduler)
     cluster.gang = served

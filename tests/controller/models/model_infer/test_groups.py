@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.kube.resources import CONTROLLER_REVISIONS, PODS, SERVICES
+from controller.kube.api_resources import CONTROLLER_REVISIONS, PODS, SERVICES
 from controller.models.model_infer import names
 from tests.model_infer_cluster import Cluster, model_infer, role, template
 

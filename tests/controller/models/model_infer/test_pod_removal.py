@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from controller.api.drain_mark import DRAINING
-from controller.kube.plan import Annotate, Delete
+from controller.kube.reconcile_plan import Annotate, Delete
 from controller.models.model_infer.model_infer_state import PodLoad
 from tests.model_infer_cluster import Cluster, model_infer, role
 

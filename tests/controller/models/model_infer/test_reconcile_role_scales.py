@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from controller.kube.plan import Apply
-from controller.kube.resources import MODEL_INFER_ROLES
+from controller.kube.api_resources import MODEL_INFER_ROLES
+from controller.kube.reconcile_plan import Apply
 from tests.model_infer_cluster import Cluster, model_infer, role
 
 KEY = "default/llama-decode"

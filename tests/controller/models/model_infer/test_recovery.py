@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.kube.resources import timestamp_of
+from controller.kube.api_resources import timestamp_of
 from tests.model_infer_cluster import START_S, Cluster, model_infer, role, template
 
 CRASHED = {"exitCode": 139, "reason": "Error"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.kube.resources import CONTROLLER_REVISIONS
+from controller.kube.api_resources import CONTROLLER_REVISIONS
 from tests.model_infer_cluster import Cluster, model_infer, role
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.models.runtimes.config_layers import collect_layers, fold_layers, strategic_merge
+from controller.models.runtimes.config_layers import merge_all_but_pod_specs, merge_pod_spec_layers, strategic_merge
 
 Plain = dict[str, Any]
 
@@ -107,7 +107,7 @@ def test_three_layers_the_highest_wins() -> None:
 def test_typed_fields_merge_named_items_and_replace_lists() -> None:
     lower = {"aliases": ["a"], "backends": [{"name": "x", "weight": 1, "config": {"maxLength": 1, "args": ["p"]}}]}
     upper = {"aliases": ["b"], "backends": [{"name": "x", "config": {"args": ["q"]}}, {"name": "y"}]}
-    assert collect_layers(lower, upper) == {
+    assert merge_all_but_pod_specs(lower, upper) == {
         "aliases": ["b"],
         "backends": [{"name": "x", "weight": 1, "config": {"maxLength": 1, "args": ["q"]}}, {"name": "y"}],
     }
@@ -116,13 +116,13 @@ def test_typed_fields_merge_named_items_and_replace_lists() -> None:
 def test_what_a_layer_deletes_of_a_pod_may_stand_below_all_typed_layers() -> None:
     lower = {"config": {"pod": {"nodeSelector": {"a": "1"}}}}
     upper = {"config": {"pod": {"containers": [{"name": "exporter", "$patch": "delete"}]}}}
-    found = collect_layers(lower, upper)
+    found = merge_all_but_pod_specs(lower, upper)
     preset = {"containers": [{"name": "engine"}, {"name": "exporter"}]}
     assert strategic_merge(preset, *found["config"]["pod"]) == {
         "containers": [{"name": "engine"}],
         "nodeSelector": {"a": "1"},
     }
-    assert fold_layers(found) == {"config": {"pod": {"nodeSelector": {"a": "1"}, "containers": []}}}
+    assert merge_pod_spec_layers(found) == {"config": {"pod": {"nodeSelector": {"a": "1"}, "containers": []}}}
 
 
 def test_the_layers_themselves_are_left_alone() -> None:

@@ -23,7 +23,7 @@ from controller.models.runtimes.engine_settings import (
 from controller.models.runtimes.presets import built_in_objects, built_in_presets
 from extproc.api.model_server import PdGroup
 from extproc.engines.dialects import DIALECTS
-from extproc.wire_protocol import LIVE_PATH
+from extproc.wire_names import LIVE_PATH
 
 ROOT = Path(__file__).parents[4]
 MANIFESTS = ROOT / "manifests" / "runtimes"

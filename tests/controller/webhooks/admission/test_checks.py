@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 from controller.webhooks.admission.checks import (
     AdmissionVerdict,
     admission_response,
-    metric_kind,
+    kind_metric_label,
     read_review,
     review_object,
 )
-from extproc.llmd.picker_builder import InstalledPlugins
+from extproc.llmd.picker_builder import InstalledPluginChecker
 from tests.kube_objects import Object, picker_config, resource, route, server
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CHECK = InstalledPlugins()
+CHECK = InstalledPluginChecker()
 PICKER = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorer}]\n"
 
 SCALED = [{"name": "a", "maxReplicas": 2}]
@@ -233,8 +233,12 @@ def test_what_is_no_review_is_told(body: bytes) -> None:
 
 
 def test_kinds_that_nobody_registered_share_one_name_in_metrics() -> None:
-    assert [metric_kind(kind) for kind in ("ModelRoute", "Model", "ConfigMap")] == ["ModelRoute", "Model", "ConfigMap"]
-    assert {metric_kind(kind) for kind in ("", "Pod", "x" * 10_000, "a\nb")} == {"other"}
+    assert [kind_metric_label(kind) for kind in ("ModelRoute", "Model", "ConfigMap")] == [
+        "ModelRoute",
+        "Model",
+        "ConfigMap",
+    ]
+    assert {kind_metric_label(kind) for kind in ("", "Pod", "x" * 10_000, "a\nb")} == {"other"}
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from extproc.api.picker_flow_control import SESSION_HEADERS, AgentIdentity
+from extproc.api.picker_flow_control import SESSION_HEADERS, AgentSessionHeaders
 from extproc.api.session_affinity import SessionSource
-from extproc.scheduling.plugins.affinity import SessionAffinityScorer, SessionIdProducer, ThunderAgent
+from extproc.scheduling.plugins.affinity import SessionAffinityScorer, SessionIdProducer, ThunderAgentAffinity
 
 OTHERS = {
-    "agents": AgentIdentity(additional_session_headers=("X-Mine",)),
+    "agents": AgentSessionHeaders(additional_session_headers=("X-Mine",)),
     "ids": SessionIdProducer(header_name="X-Id"),
 }
 AGENTS = ("x-mine", *SESSION_HEADERS)
@@ -54,6 +54,6 @@ def test_a_token_needs_no_producer() -> None:
 
 
 def test_thunder_agent_keeps_sessions_of_agents() -> None:
-    plugin = ThunderAgent().with_plugins(OTHERS)
+    plugin = ThunderAgentAffinity().with_plugins(OTHERS)
     assert (headers(plugin), plugin.ttl_s) == (AGENTS, 3600)
     assert SessionSource(header="x-mine") in plugin.sources

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from extproc.engines.metrics import LoraState
-from extproc.errors import BadRequest
+from extproc.refusals import BadRequest
 from extproc.scheduling.framework import NamedScorer, Profile
 from extproc.scheduling.plugins.deprecated_types import (
     DecisionTreeParameters,
@@ -22,7 +22,7 @@ from extproc.scheduling.plugins.deprecated_types import (
     SloAwareProfileHandler,
 )
 from extproc.scheduling.plugins.load_scorers import QueueScorer
-from extproc.scheduling.plugins.selectors import MaxScoreSelector
+from extproc.scheduling.plugins.score_selectors import MaxScoreSelector
 from tests.extproc.scheduling.plugins.views import view_of
 
 TREE = {

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.errors import Shed
+from extproc.refusals import Shed
 from extproc.scheduling.plugins.latency import LatencySloAdmitter, ProbabilisticAdmitter, SloHeadroomTierFilter
 from tests.extproc.scheduling.plugins.views import view_of
 

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from extproc.endpoints.table import EndpointConfig
-from extproc.errors import NoEndpoint
 from extproc.llmd.picker_builder import picker_from_text
 from extproc.llmd.plugin_types import BUILT_IN
+from extproc.refusals import NoEndpoint
 from extproc.scheduling.plugins.profile_handlers import EndpointPinScreener
 from tests.extproc.scheduling.plugins.views import view_of
 

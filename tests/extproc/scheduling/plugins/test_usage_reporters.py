@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.scheduling.plugins.usage_reporters import RequestAttributeReporter, compile_usage
+from extproc.scheduling.plugins.usage_reporters import RequestAttributeReporter, compile_usage_expression
 
 USAGE = {
     "prompt_tokens": 100,
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_told(parameters: dict[str, object], message: str
 def test_any_text_is_an_expression_or_a_mistake_in_words(text: str) -> None:
     # of errors, only those that are told or mean that there is no value
     with suppress(ValueError, ArithmeticError, KeyError, TypeError):
-        compile_usage(text)(USAGE)
+        compile_usage_expression(text)(USAGE)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_numbers_without_a_value_are_not_told(expression: str) -> None:
 def test_expressions_that_no_stack_could_hold_are_refused(chained: str) -> None:
     # read without recursion, they would fail at every answer
     with pytest.raises(ValueError, match="write less"):
-        compile_usage(chained)
+        compile_usage_expression(chained)
 
 
 @pytest.mark.parametrize("longest", ["1" + "+1" * 255, "usage" + ".a" * 255, "true" + "&&true" * 255])
 def test_the_longest_expressions_have_a_value(longest: str) -> None:
     with suppress(KeyError):
-        assert compile_usage(longest)(USAGE) in {256.0, True}
+        assert compile_usage_expression(longest)(USAGE) in {256.0, True}

@@ -10,8 +10,8 @@ import pytest
 
 from controller.autoscaler.decision.allocation.accelerator_capacity import (
     AcceleratorClaim,
-    AcceleratorShare,
     NodeAccelerators,
+    TargetAcceleratorClaim,
     accelerator_kinds,
     accelerator_resources,
     capacity_after_claims,
@@ -91,8 +91,8 @@ def node(name: str, gpus: int, product: str = NAMES["h100"]) -> NodeCapacity:
     return NodeCapacity(name=name, free={"nvidia.com/gpu": float(gpus)}, labels={PRODUCT: product})
 
 
-def share(promised: int = 0, lacks: int = 0, *, accelerators: int = 1, kind: str = "h100") -> AcceleratorShare:
-    return AcceleratorShare(kind=kind, accelerators=accelerators, promised=promised, lacks=lacks)
+def share(promised: int = 0, lacks: int = 0, *, accelerators: int = 1, kind: str = "h100") -> TargetAcceleratorClaim:
+    return TargetAcceleratorClaim(kind=kind, accelerators=accelerators, promised=promised, lacks=lacks)
 
 
 def test_two_targets_of_one_binding_and_another_binding_share_what_is_there() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from controller.api.autoscaling_binding import ScaleTarget
-from controller.api.common import ObjectReference
+from controller.api.shared_types import ObjectReference
 from controller.autoscaler.decision.allocation.allocate import allocate
 from controller.autoscaler.decision.allocation.target_backoff import BackoffSettings, TargetBackoff, update_backoff
 from controller.autoscaler.decision.allocation.variants import AllocationRules, Variant, variant_from_target

@@ -15,7 +15,7 @@ import pytest
 from controller.api.autoscaling import MetricTarget
 from controller.autoscaler.decision.situation import Backlog, EngineState, MetricReading, Situation
 from controller.autoscaler.decision.strategies.target import (
-    Proposal,
+    MetricRecommendation,
     TargetStrategy,
     Tolerance,
     engine_pool,
@@ -33,7 +33,7 @@ def scene(states: list[EngineState], current: int) -> Situation:
     return situation(target((engine(f"p{at}", state=state) for at, state in enumerate(states)), current=current))
 
 
-def proposed(case: dict[str, Any]) -> Proposal:
+def proposed(case: dict[str, Any]) -> MetricRecommendation:
     pods = case["pods"] or []
     them = engine_pool(scene([STATES[pod["state"]] for pod in pods], case["current"]))
     tolerance = Tolerance(up=case["up"], down=case["down"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from controller.api.autoscaling_binding import EngineCapacity, ScaleTarget
-from controller.api.common import ObjectReference
+from controller.api.shared_types import ObjectReference
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Situation
 from controller.autoscaler.decision.strategies.tokens import (
     MeanTokenLengths,

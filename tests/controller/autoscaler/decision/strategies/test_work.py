@@ -11,7 +11,12 @@ import pytest
 
 from controller.api.autoscaling import LatencyObjective
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Situation
-from controller.autoscaler.decision.strategies.work import LatencyCorrection, WorkMemory, WorkParameters, WorkStrategy
+from controller.autoscaler.decision.strategies.work import (
+    LatencyCorrection,
+    WorkMemory,
+    WorkParameters,
+    WorkStrategy,
+)
 from extproc.api.quantities import Duration
 from tests.controller.autoscaler.decision.situations import NOW_S, SPEED, situation_of, spec_of, target_of, traffic_of
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 from extproc.api.config_loader import load_snapshot
 from tests.gateway_objects import Object, gateway_class
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from controller.gateway.compile.compiler import CompileResult
-    from controller.kube.conditions import WantedCondition, WantedEntry, WantedStatus
-    from extproc.api.snapshot import Snapshot
+    from controller.kube.conditions import WantedCondition, WantedListItem, WantedStatus
+    from extproc.api.config_snapshot import Snapshot
 
 ONE_ADDRESS = GatewayApiSettings(bind=("10.0.0.1",))
 Condition = tuple[str, str]
@@ -52,7 +52,7 @@ def gateway_says(outcome: CompileResult, name: str = "web", namespace: str = "de
     return conditions(status(outcome, "Gateway", name, namespace).conditions)
 
 
-def listeners_of(outcome: CompileResult, name: str = "web", namespace: str = "default") -> dict[str, WantedEntry]:
+def listeners_of(outcome: CompileResult, name: str = "web", namespace: str = "default") -> dict[str, WantedListItem]:
     (found,) = status(outcome, "Gateway", name, namespace).lists
     return {one.identity["name"]: one for one in found.entries}
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings, parse_addresses
-from controller.gateway.compile.referenced_secrets import ReferencedKey
+from controller.gateway.compile.referenced_secrets import ReferencedObjectKey
 from tests.controller.gateway.compile.gateway_api.outcomes import (
     addresses,
     attached,
@@ -237,7 +237,7 @@ def test_certificates_are_files_that_the_listener_names() -> None:
     crt, key = certificate()
     assert outcome.files[pair.cert_file] == crt
     assert outcome.files[pair.key_file] == key
-    assert ReferencedKey("Secret", "default/cert") in outcome.pointers
+    assert ReferencedObjectKey("Secret", "default/cert") in outcome.pointers
     # whoever writes a Secret must not be able to write a document
     assert not pair.cert_file.endswith((".json", ".yaml", ".yml"))
 
@@ -281,7 +281,7 @@ def test_a_secret_of_another_namespace_needs_a_grant() -> None:
     secret = tls_secret(namespace="blue")
     refused = compiled(gateway("web", there), secret)
     assert listener_says(refused, "https")["ResolvedRefs"] == ("False", "RefNotPermitted")
-    assert ReferencedKey("Secret", "blue/cert") not in refused.pointers
+    assert ReferencedObjectKey("Secret", "blue/cert") not in refused.pointers
     source = ("default", "gateway.networking.k8s.io", "Gateway")
     for name, allowed in (("", True), ("cert", True), ("other", False)):
         outcome = compiled(gateway("web", there), secret, grant(source, ("", "Secret"), namespace="blue", name=name))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from controller.gateway.compile.compiler import Compiler
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
-from controller.kube.resources import key_of
+from controller.kube.api_resources import key_of
 from tests.controller.gateway.compile.gateway_api.outcomes import feed, snapshot
 from tests.examples import examples
 from tests.gateway_objects import (

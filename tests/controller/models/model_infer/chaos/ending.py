@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFERS, PODS, SERVICES, Object, Resource
+from controller.kube.api_resources import CONTROLLER_REVISIONS, MODEL_INFERS, PODS, SERVICES, ApiResource, Object
 from tests.controller.models.model_infer.chaos.oracle import Broken
 from tests.controller.models.model_infer.chaos.specs import group_budget, image_of
 from tests.controller.models.model_infer.chaos.view import (
@@ -44,7 +44,7 @@ class Ended(Protocol):
         """The ModelInfer."""
         ...
 
-    def all(self, resource: Resource) -> list[Object]:
+    def all(self, resource: ApiResource) -> list[Object]:
         """Objects that a ModelInfer may own, and ModelInfers."""
         ...
 

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 from hypothesis import strategies as st
 
-from controller.kube.resources import CONTROLLER_REVISIONS, MODEL_INFER_ROLES, SERVICES
+from controller.kube.api_resources import CONTROLLER_REVISIONS, MODEL_INFER_ROLES, SERVICES
 from tests.virtual_cluster.engine_pod import CRASHES, GOOD, MISSING, NEVER_READY
 
 DRIFTING = (SERVICES, CONTROLLER_REVISIONS, MODEL_INFER_ROLES)

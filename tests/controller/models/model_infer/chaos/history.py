@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from controller.kube.resources import MODEL_INFERS, PODS, Object, Resource, key_of
+from controller.kube.api_resources import MODEL_INFERS, PODS, ApiResource, Object, key_of
 from controller.models.model_infer.model_infer_state import GangSchedulingApis
 from tests.controller.models.model_infer.chaos import events
 from tests.controller.models.model_infer.chaos.oracle import Broken, Oracle
@@ -22,7 +22,7 @@ from tests.virtual_cluster.manager import OWNED, owner_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from controller.kube.plan import Plan
+    from controller.kube.reconcile_plan import Plan
     from controller.models.model_infer.model_infer_state import ModelInferState
 
 KEY = "default/one"
@@ -84,7 +84,7 @@ class History:
         assert found is not None
         return found
 
-    def all(self, resource: Resource) -> list[Object]:
+    def all(self, resource: ApiResource) -> list[Object]:
         """All objects of a kind."""
         return self.cluster.server.all(resource)
 
@@ -257,7 +257,7 @@ class History:
         self.cluster.run_for(event.after_s)
         self._make()
 
-    def _delete(self, resource: Resource, key: str) -> None:
+    def _delete(self, resource: ApiResource, key: str) -> None:
         try:
             self.cluster.server.delete(resource, key)
         except ApiError:

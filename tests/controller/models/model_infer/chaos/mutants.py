@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from controller.kube.plan import Create, Delete, Plan
-from controller.kube.resources import PODS
+from controller.kube.api_resources import PODS
+from controller.kube.reconcile_plan import Create, Delete, Plan
 from controller.models.model_infer import child_objects as owned
 from controller.models.model_infer import groups as sizing
 from controller.models.model_infer import pod_changes as holds

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, Protocol
 
-from controller.kube.plan import Annotate, Apply, Create, Delete
-from controller.kube.resources import PODS, Object, key_of
+from controller.kube.api_resources import PODS, Object, key_of
+from controller.kube.reconcile_plan import Annotate, Apply, Create, Delete
 from tests.controller.models.model_infer.chaos.specs import duration_s, group_budget, resolved, role_of
 from tests.controller.models.model_infer.chaos.view import (
     DRAINING,
@@ -23,7 +23,7 @@ from tests.virtual_cluster.clock import seconds
 from tests.virtual_cluster.requests import is_ready
 
 if TYPE_CHECKING:
-    from controller.kube.plan import Action
+    from controller.kube.reconcile_plan import Action
     from tests.virtual_cluster.manager import ReconcileRecord
 
 _LOOKS_A_MINUTE = 400

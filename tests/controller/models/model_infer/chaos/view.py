@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from controller.kube.resources import Object, key_of
+from controller.kube.api_resources import Object, key_of
 from tests.virtual_cluster.requests import is_ready
 
 if TYPE_CHECKING:
