@@ -193,9 +193,10 @@ class PolledTargets:
         return [one for one, at_s in self._due_at_s.items() if at_s <= now_s and one not in self._reading]
 
     def _next_s(self) -> float:
-        """Seconds until the next target is due. One that is overdue is being read, and wakes the loop at its end."""
+        """Seconds until the next target is due. One that is overdue and being read wakes the loop at its end."""
         now_s = _loop_s()
-        return min((at_s - now_s for at_s in self._due_at_s.values() if at_s > now_s), default=float("inf"))
+        left_s = [at_s - now_s for one, at_s in self._due_at_s.items() if at_s > now_s or one not in self._reading]
+        return max(min(left_s, default=float("inf")), 0.0)
 
     async def _one(self, place: ScalableRef) -> None:
         try:

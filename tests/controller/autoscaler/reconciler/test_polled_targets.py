@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from controller.autoscaler.reconciler import polled_targets
 from controller.autoscaler.reconciler.polled_targets import PolledTarget, PolledTargets
 from controller.kube.errors import NotFound
 from tests.waiting import eventually
@@ -220,3 +222,15 @@ async def test_a_target_that_is_not_wanted_any_more_is_read_no_more() -> None:
         client.gate.set()
         await eventually(lambda: is_read(kinds, place("b")))
         assert not is_read(kinds, slow)
+
+
+@pytest.mark.parametrize("step_s", [0.005, 0.007])
+async def test_a_target_that_is_due_when_the_loop_has_just_looked_is_read(
+    monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    """Each look at the clock is later than the one before: what was not due at one is due at the next."""
+    looks = itertools.count()
+    monkeypatch.setattr(polled_targets, "_loop_s", lambda: next(looks) * step_s)
+    client = FakeClient(a={"spec": {}})
+    async with reading(client, {place("a"): SERVED}, each_s=0.02):
+        await eventually(lambda: client.reads > 20, timeout_s=30.0)
