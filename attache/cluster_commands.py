@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from extproc.api.picker_config import PickerCheck, PickerFile
+    from extproc.api.picker_config import PickerConfigChecker, PickerFile
 
 
 class CommandWithPlugins:
@@ -39,9 +39,9 @@ class CommandWithPlugins:
         return import_module(self._module)
 
 
-def _check_with_plugins(*, of_objects: bool) -> PickerCheck:
+def _check_with_plugins(*, of_objects: bool) -> PickerConfigChecker:
     """Plugins need numpy, which takes longer to load than most commands: loaded with the first EndpointPickerConfig."""
-    found: list[PickerCheck] = []
+    found: list[PickerConfigChecker] = []
 
     def check(file: PickerFile) -> Sequence[str]:
         if of_objects:

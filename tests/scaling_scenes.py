@@ -18,7 +18,7 @@ from controller.autoscaler.decision.situation import (
     TargetSituation,
 )
 from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
-from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_index
+from extproc.api.status_page_contents import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_index
 
 if TYPE_CHECKING:
     import random

@@ -10,7 +10,7 @@ from extproc.admission.rate_limits import Charge, Grant, RequestUsage
 from extproc.admission.token_buckets import Bucket
 
 if TYPE_CHECKING:
-    from extproc.admission.token_buckets import BucketReport
+    from extproc.admission.token_buckets import BucketReportToStore
     from extproc.refusals import RateLimited
 
 
@@ -30,7 +30,7 @@ class Store:
         self.buckets.clear()
         self._paid.clear()
 
-    def bucket(self, process: str, charge: Charge, stated: BucketReport, now: float) -> Bucket:
+    def bucket(self, process: str, charge: Charge, stated: BucketReportToStore, now: float) -> Bucket:
         """Filled, and charged with what the process owes."""
         key, limit = charge.key, charge.limit
         if key not in self.buckets:
@@ -53,7 +53,7 @@ class Store:
         return bucket
 
     def reserve(
-        self, process: str, charge: Charge, stated: BucketReport, now: float
+        self, process: str, charge: Charge, stated: BucketReportToStore, now: float
     ) -> tuple[Grant | RateLimited, float]:
         """What it answers, and the level that is left."""
         bucket = self.bucket(process, charge, stated, now)
@@ -62,7 +62,9 @@ class Store:
         claim = bucket.reserve(charge.amount)
         return Grant([charge], [claim], [bucket.level], is_global=True), bucket.level
 
-    def settle(self, process: str, grant: Grant, used: RequestUsage | None, stated: BucketReport, now: float) -> float:
+    def settle(
+        self, process: str, grant: Grant, used: RequestUsage | None, stated: BucketReportToStore, now: float
+    ) -> float:
         """The level that is left."""
         (charge,), (claim,) = grant.charges, grant.claims
         bucket = self.bucket(process, charge, stated, now)

@@ -23,7 +23,7 @@ from controller.gateway.metrics import GatewayMetrics, PickerMetrics
 from controller.kube.manager_metrics import ManagerMetrics, observe_api_calls
 from controller.models.metrics import ModelMetrics
 from controller.usage.ingest import IngestCounters
-from controller.usage.metrics import UsageMetrics
+from controller.usage.ingest_metrics import UsageIngestMetrics
 from extproc.api.config_loader import ConfigDirectory
 from extproc.metrics.request_metrics import Metrics, TlsMetrics
 from extproc.runtime.api_translator_metrics import TranslatorMetrics
@@ -47,7 +47,7 @@ def exported(folder: Path) -> dict[str, set[str]]:
     PickerMetrics(gateway.registry, "default/llama")
     acknowledgements = AcknowledgementPoller(lambda _: None, "bootstrap.json")
     follower.register(BundleMetrics(BundleSync(ConfigDirectory(folder), folder, "path", acknowledgements)))
-    follower.register(UsageMetrics(IngestCounters(), lambda: 0.0))
+    follower.register(UsageIngestMetrics(IngestCounters(), lambda: 0.0))
     manager = ManagerMetrics().registry
     ScalingMetrics(manager).set_series_source(lambda: [BINDING])
     one = {"metadata": {"namespace": "default", "name": "llama"}, "spec": {}, "status": {"phase": "Loaded"}}

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from extproc.api.config_loader import load_snapshot
-from extproc.api.status_pages import CONSOLE_PATH, ConfigReport
-from extproc.console.pages import ConsolePages, ConsoleWorker
+from extproc.api.status_page_contents import CONSOLE_PATH, ConfigReport
+from extproc.console.pages import ConsolePages, ConsoleWorkerInfo
 from extproc.core.core import Core
 from extproc.core.effects import Decision
 from extproc.core.peer_events import EngineReported
@@ -126,14 +126,14 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def served(
-        self, port: int, place: ConsoleWorker | None = None, *, guard: Middleware | None = None
+        self, port: int, place: ConsoleWorkerInfo | None = None, *, guard: Middleware | None = None
     ) -> AsyncIterator[str]:
         """The URL of its pages. ``guard``: who may see which."""
 
         async def no_tokens(_: object) -> None:
             return None
 
-        place = place or ConsoleWorker(("127.0.0.1", port), has_explain=True)
+        place = place or ConsoleWorkerInfo(("127.0.0.1", port), has_explain=True)
         console = ConsolePages(
             self.core,
             self.metrics,

@@ -401,7 +401,7 @@ def policy_named(name: str) -> Policy:
     return found
 
 
-def policies_for(names: Iterable[str], variants: int) -> list[str]:
+def with_second_variant_policies(names: Iterable[str], variants: int) -> list[str]:
     """``names``, and on a load with several kinds of engine also the forms of them that begin with the second."""
     asked = list(dict.fromkeys(names))
     more = [f"{each}-second" for each in asked if variants > 1 and f"{each}-second" in SECONDS]

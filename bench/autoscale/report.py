@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from bench.autoscale.load_profiles import LOADS, DataSplit, find_load_profile
-from bench.autoscale.policies import BOUNDS, OURS, OWN, POLICIES, policies_for, policy_named
+from bench.autoscale.policies import BOUNDS, OURS, OWN, POLICIES, policy_named, with_second_variant_policies
 from bench.autoscale.trial import GOAL, TrialResult, TunedPolicy, tune_policies
 from bench.reporting.report_elements import Table, figure
 from bench.reporting.request_results import ConfidenceInterval, mean_interval, nearest_rank
@@ -158,7 +158,7 @@ def _drawn_attainment(results: Sequence[TrialResult], seed: int) -> np.ndarray:
     return np.asarray(met[drawn].sum(axis=1) / np.maximum(1.0, due[drawn].sum(axis=1)))
 
 
-class PolicyResults(msgspec.Struct, frozen=True):
+class PolicySettingResults(msgspec.Struct, frozen=True):
     """A policy at one setting on one load, over its seeds. ``is_hindsight``: nothing was tuned, and this setting is the
     best on the very load.
     """
@@ -174,7 +174,7 @@ class EqualAttainment(msgspec.Struct, frozen=True):
     where that baseline does not attain as much.
     """
 
-    ours: PolicyResults
+    ours: PolicySettingResults
     extra: Mapping[str, float | None]
     low: float = 0.0
     high: float = 0.0
@@ -194,20 +194,20 @@ class EqualAttainment(msgspec.Struct, frozen=True):
         return baseline, extra
 
 
-def results_by_load_and_policy(results: Iterable[TrialResult]) -> dict[str, dict[str, list[PolicyResults]]]:
+def results_by_load_and_policy(results: Iterable[TrialResult]) -> dict[str, dict[str, list[PolicySettingResults]]]:
     """By load and policy: a line for each setting."""
     grouped: dict[tuple[str, str, float], list[TrialResult]] = defaultdict(list)
     for one in results:
         grouped[one.trial.load, one.trial.policy, one.trial.knob].append(one)
-    found: dict[str, dict[str, list[PolicyResults]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[PolicySettingResults]]] = defaultdict(lambda: defaultdict(list))
     for (load, policy, _), each in sorted(grouped.items(), key=lambda one: one[0]):
-        found[load][policy].append(PolicyResults(policy_point(each), each))
+        found[load][policy].append(PolicySettingResults(policy_point(each), each))
     return found
 
 
 def tuned_results_by_policy(
-    lines: Mapping[str, Sequence[PolicyResults]], settings: Mapping[str, TunedPolicy]
-) -> dict[str, PolicyResults]:
+    lines: Mapping[str, Sequence[PolicySettingResults]], settings: Mapping[str, TunedPolicy]
+) -> dict[str, PolicySettingResults]:
     """Of each policy the line at the setting that tuning gave it; without tuning the best one, in hindsight.
 
     A policy whose tuned setting was not run on the load is left out.
@@ -221,7 +221,7 @@ def tuned_results_by_policy(
     return found
 
 
-def _best(lines: Sequence[PolicyResults]) -> PolicyResults:
+def _best(lines: Sequence[PolicySettingResults]) -> PolicySettingResults:
     good = [one for one in lines if one.spot.attainment >= GOAL]
     best = (
         min(good, key=lambda one: one.spot.cost)
@@ -231,14 +231,14 @@ def _best(lines: Sequence[PolicyResults]) -> PolicyResults:
     return msgspec.structs.replace(best, is_hindsight=True)
 
 
-def table_for_load(load: str, lines: Mapping[str, PolicyResults]) -> Table:
+def table_for_load(load: str, lines: Mapping[str, PolicySettingResults]) -> Table:
     """The most in target first."""
     ordered = sorted(lines.items(), key=lambda one: -one[1].spot.attainment)
     styles = ["bold" if policy == OURS else "" for policy, _ in ordered]
     return Table(f"Load {load}", _HEADINGS, [_columns(policy, line) for policy, line in ordered], row_styles=styles)
 
 
-def _columns(policy: str, line: PolicyResults) -> list[str]:
+def _columns(policy: str, line: PolicySettingResults) -> list[str]:
     found, results = line.spot, line.results
     hours = sum(one.hours for one in results)
     delays = sorted(delay for one in results for delay in one.to_order_s)
@@ -257,7 +257,7 @@ def _columns(policy: str, line: PolicyResults) -> list[str]:
     ]
 
 
-def describe_failures(lines: Mapping[str, Mapping[str, Sequence[PolicyResults]]]) -> list[str]:
+def describe_failed_requests(lines: Mapping[str, Mapping[str, Sequence[PolicySettingResults]]]) -> list[str]:
     """Policies that refused or lost requests, in sentences."""
     said = []
     for load, policies in lines.items():
@@ -269,7 +269,7 @@ def describe_failures(lines: Mapping[str, Mapping[str, Sequence[PolicyResults]]]
     return said
 
 
-def dominating_baselines(lines: Mapping[str, PolicyResults]) -> list[str]:
+def dominating_baselines(lines: Mapping[str, PolicySettingResults]) -> list[str]:
     """Baselines that met the targets more often than we did, and cost less."""
     ours = lines.get(OURS)
     if ours is None:
@@ -281,7 +281,9 @@ def _is_baseline(policy: str) -> bool:
     return policy not in BOUNDS and policy not in OWN
 
 
-def compare_at_equal_attainment(ours: PolicyResults, lines: Mapping[str, Sequence[PolicyResults]]) -> EqualAttainment:
+def compare_at_equal_attainment(
+    ours: PolicySettingResults, lines: Mapping[str, Sequence[PolicySettingResults]]
+) -> EqualAttainment:
     """``lines``: of all policies at all their settings on the held half, which is kinder to baselines than to us."""
     baselines = {policy: each for policy, each in lines.items() if _is_baseline(policy)}
     extra = {policy: extra_cost(ours.spot, [one.spot for one in each]) for policy, each in baselines.items()}
@@ -366,8 +368,8 @@ def verdict(equals: Sequence[EqualAttainment], dominated: Mapping[str, Sequence[
 
 
 def write_plot(
-    loads: Mapping[str, Mapping[str, Sequence[PolicyResults]]],
-    tuned: Mapping[str, Mapping[str, PolicyResults]],
+    loads: Mapping[str, Mapping[str, Sequence[PolicySettingResults]]],
+    tuned: Mapping[str, Mapping[str, PolicySettingResults]],
     file: Path,
 ) -> None:
     """As PNG. ``tuned``: the setting of each policy that tuning chose, which gets a larger mark."""
@@ -387,7 +389,7 @@ def write_plot(
         _add_legend(panels[0], {policy for policies in loads.values() for policy in policies})
 
 
-def _draw(axes: Axes, policy: str, lines: Sequence[PolicyResults], chosen: PolicyResults | None) -> None:
+def _draw(axes: Axes, policy: str, lines: Sequence[PolicySettingResults], chosen: PolicySettingResults | None) -> None:
     """Every setting as a dot; a line along those that no cheaper one surpasses."""
     look = _line_style(policy)
     spots = [one.spot for one in lines]
@@ -444,8 +446,8 @@ class Report(msgspec.Struct, frozen=True):
     tables: Sequence[Table]
     said: Sequence[str]
     settings: Mapping[str, TunedPolicy]
-    loads: Mapping[str, Mapping[str, Sequence[PolicyResults]]]
-    judged: Mapping[str, Mapping[str, PolicyResults]]
+    loads: Mapping[str, Mapping[str, Sequence[PolicySettingResults]]]
+    judged: Mapping[str, Mapping[str, PolicySettingResults]]
 
 
 def write_report(results: Iterable[TrialResult], out: Path) -> Report:
@@ -472,7 +474,7 @@ def build_report(results: Iterable[TrialResult]) -> Report:
     equals = [compare_at_equal_attainment(lines[OURS], loads[load]) for load, lines in mine.items() if OURS in lines]
     dominated = {load: dominating_baselines(lines) for load, lines in mine.items() if OURS in lines}
     missing = _missing(each)
-    said = [*_judgement(each, equals, dominated, is_whole=not missing), *describe_failures(loads), *_mixed(each)]
+    said = [*_judgement(each, equals, dominated, is_whole=not missing), *describe_failed_requests(loads), *_mixed(each)]
     tables = [summary_table(equals, dominated), cost_comparison_table(equals)] if equals else []
     tables += [table_for_load(load, lines) for load, lines in mine.items()]
     if settings:
@@ -560,7 +562,7 @@ def _missing(results: Sequence[TrialResult]) -> list[str]:
         if not trials:
             continue
         parts = []
-        for policy in policies_for(POLICIES, len(find_load_profile(load).variants)):
+        for policy in with_second_variant_policies(POLICIES, len(find_load_profile(load).variants)):
             if policy in BOUNDS and half is DataSplit.TUNING:
                 continue
             run = {(one.knob, one.seed) for one in trials if one.policy == policy}

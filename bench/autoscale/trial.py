@@ -15,16 +15,16 @@ import msgspec
 from bench.autoscale.load_profiles import DataSplit, find_load_profile, relative_capacities
 from bench.autoscale.policies import (
     ScalerSetup,
-    policies_for,
     policy_named,
     required_engines,
     scaled_objective,
+    with_second_variant_policies,
     work_by_second,
 )
 from bench.autoscale.simulated_fleet import Fleet, FleetCost, fleet_cost
 from bench.reporting.request_results import Distribution, distribution
 from controller.autoscaler.decision.merged_gateway_reports import SignalAggregator
-from controller.autoscaler.decision.replica_speeds import estimate_speed
+from controller.autoscaler.decision.replica_performance import estimate_speed
 from controller.autoscaler.decision.situation import Engine, EngineState, Situation, TargetSituation
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from bench.workload.sessions import Workload
     from controller.api import autoscaling
     from controller.autoscaler.decision.gateway_reports import EngineSignal
-    from extproc.api.status_pages import EngineDemand, ProcessDemand
+    from extproc.api.status_page_contents import EngineDemand, ProcessDemand
 
 # In a namespace of its own, with the ModelServer.
 _GATEWAY: Final = "default/lab"
@@ -351,7 +351,7 @@ class ComparisonPlan(msgspec.Struct, frozen=True):
             Trial(load, half, policy, knob, seed, self.period_s, self.start_s, self.duration_s)
             for seed in range(seeds)
             for load in self.loads
-            for policy in policies_for(self.policies, len(find_load_profile(load).variants))
+            for policy in with_second_variant_policies(self.policies, len(find_load_profile(load).variants))
             for knob in policy_named(policy).grid
         ]
 

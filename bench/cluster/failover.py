@@ -113,7 +113,7 @@ class SteadyLoad:
         self.outcomes.append(RequestOutcome(sent_s, _CLOCK() - sent_s, failure))
 
 
-class FailoverTrial:
+class FailoverCluster:
     """The cluster of a trial. ``url``: of the gateways' Service."""
 
     def __init__(self, client: Client, nodes: Mapping[str, Node], url: str) -> None:
@@ -219,7 +219,7 @@ def _all_ready(pods: list[Object], count: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def running_trial(directory: Path, range_: str) -> AsyncIterator[FailoverTrial]:
+async def running_failover_cluster(directory: Path, range_: str) -> AsyncIterator[FailoverCluster]:
     """The cluster with two gateways, Redis and engines, all ready."""
     assets = find_assets()
     specs = [gpu_node(f"node-{number}") for number in range(2)]
@@ -233,7 +233,7 @@ async def running_trial(directory: Path, range_: str) -> AsyncIterator[FailoverT
         await apply_crds(client, [ROOT / "manifests" / "crds"])
         await apply_folder(plane, assets, ROOT / "manifests" / "local-ha")
         service = await client.get(SERVICES, _GATEWAY, _SYSTEM)
-        trial = FailoverTrial(client, nodes, f"http://{service['spec']['clusterIP']}")
+        trial = FailoverCluster(client, nodes, f"http://{service['spec']['clusterIP']}")
         await trial.wait_until_ready(_GATEWAY, 2)
         await trial.wait_until_ready(_REDIS, 1)
         yield trial
@@ -242,7 +242,7 @@ async def running_trial(directory: Path, range_: str) -> AsyncIterator[FailoverT
 async def _run(options: argparse.Namespace, range_: str, console: Console) -> None:
     table = Table("event", "run", "requests", "lost", "ready after", "slowest answer", "what clients saw", box=None)
     with tempfile.TemporaryDirectory(prefix="attache-failover-") as directory:
-        async with running_trial(Path(directory), range_) as trial:
+        async with running_failover_cluster(Path(directory), range_) as trial:
             nodes = {one["spec"]["nodeName"] for one in await trial.pods(_GATEWAY)}
             console.print(f"gateways on {sorted(nodes)}")
             async with SteadyLoad(trial.url, "llama", options.rate) as load:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from aiohttp import web
 
-from extproc.api.status_pages import (
+from extproc.api.status_page_contents import (
     DEMAND_PATH,
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,

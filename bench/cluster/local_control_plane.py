@@ -149,7 +149,7 @@ class ControlPlane(msgspec.Struct, frozen=True):
         """Kill the API server; its data stays in etcd. (On SIGTERM it would wait for its watches, up to a minute.)"""
         await self.processes.end(API_SERVER, signal.SIGKILL)
 
-    async def start_api(self) -> None:
+    async def restart_api(self) -> None:
         """Start it again, on the same port with the same data, and wait until it is ready."""
         await self.processes.start_again(API_SERVER)
         async with connect(self.admin, manager=_MANAGER, timeout_s=2.0) as client:

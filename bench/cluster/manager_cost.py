@@ -44,7 +44,7 @@ from controller.kube.api_resources import (
 from controller.kube.client import Client, connect
 from controller.kube.errors import ClusterError, NotFound
 from controller.kube.informer import Informer, Selection
-from extproc.api.status_pages import LOADS_LABEL
+from extproc.api.status_page_contents import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
@@ -78,7 +78,7 @@ class ScenarioOptions(msgspec.Struct, frozen=True, kw_only=True):
     settle_s: float
 
 
-class ManagerStart(msgspec.Struct, frozen=True):
+class ManagerStartOptions(msgspec.Struct, frozen=True):
     """One start of the manager with ``options``. ``reconciles``: false if these make it ignore the objects."""
 
     title: str
@@ -96,7 +96,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     about: str
     count: int
     world: Callable[[Client, Processes, ScenarioOptions], AbstractAsyncContextManager[None]]
-    starts: tuple[ManagerStart, ...]
+    starts: tuple[ManagerStartOptions, ...]
     reconciles: str
     least_rate: Callable[[ScenarioOptions], float]
     sample_s: float
@@ -150,7 +150,10 @@ async def measure(scenario: Scenario, options: ScenarioOptions, directory: Path)
 
 
 async def _cost_of_start(
-    scenario: Scenario, start: ManagerStart, options: ScenarioOptions, cluster: tuple[ControlPlane, Client, Processes]
+    scenario: Scenario,
+    start: ManagerStartOptions,
+    options: ScenarioOptions,
+    cluster: tuple[ControlPlane, Client, Processes],
 ) -> Cost:
     plane, client, processes = cluster
     (port,) = free_ports(1)
@@ -384,7 +387,10 @@ SCENARIOS: Final = {
         about="AutoscalingPolicyBindings of several targets, beside a manager that does not scale",
         count=500,
         world=_bindings,
-        starts=(ManagerStart("without scaling", ("--no-scaling",), reconciles=False), ManagerStart("with scaling")),
+        starts=(
+            ManagerStartOptions("without scaling", ("--no-scaling",), reconciles=False),
+            ManagerStartOptions("with scaling"),
+        ),
         reconciles="attache_scaling_reconciles_total",
         least_rate=lambda options: options.count / options.period_s,
         sample_s=10.0,
@@ -395,7 +401,7 @@ SCENARIOS: Final = {
         about="ModelInfers of 8 pods, at the manager's first start and at one where all is settled",
         count=500,
         world=_model_infers,
-        starts=(ManagerStart("first start"), ManagerStart("second start")),
+        starts=(ManagerStartOptions("first start"), ManagerStartOptions("second start")),
         reconciles="attache_manager_reconciles_total",
         least_rate=lambda _: 0.0,
         sample_s=0.5,

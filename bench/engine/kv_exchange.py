@@ -216,7 +216,7 @@ class KvExchange:
             if self._is_pull:
                 self._start(request, self._beat(plan))
 
-    async def before_compute(self, request: Request) -> None:
+    async def wait_until_may_compute(self, request: Request) -> None:
         """SGLang computes a prompt when the decode engine has asked for it. Raises TransferFailed after 300 s."""
         plan = self._plans.get(request.key)
         if self._config.kv_connector == "SGLang" and isinstance(plan, ExportPlan):
@@ -229,7 +229,7 @@ class KvExchange:
                 msg = f"the decode engine did not ask for room {plan.key}"
                 raise TransferFailed(msg) from None
 
-    async def after_last_token(self, request: Request) -> None:
+    async def finish_export(self, request: Request) -> None:
         """The answer's tokens are there. SGLang answers when the KV cache was sent; stores have the prompt by now."""
         plan = self._plans.get(request.key)
         if self._config.kv_connector in SHARED_STORES:

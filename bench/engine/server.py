@@ -393,7 +393,7 @@ class EngineServer:
         try:
             if self._exchange is not None:
                 for request in requests:
-                    await self._exchange.before_compute(request)
+                    await self._exchange.wait_until_may_compute(request)
             await self._driver.read_weights(self._adapters.reload_s(requests[0].adapter))
             # identifiers rise in the order in which requests came
             key = f"{secrets.token_hex(4)}{requests[0].key:08x}"
@@ -483,7 +483,7 @@ class EngineServer:
                         return
             if self._exchange is not None:
                 for request in requests:
-                    await self._exchange.after_last_token(request)
+                    await self._exchange.finish_export(request)
 
     def _pooling(self, pooling: PoolingApi) -> Handler:
         decoder = msgspec.json.Decoder(pooling.body)

@@ -52,17 +52,17 @@ class OutputConstraint(msgspec.Struct, frozen=True):
     reason: FinishReason = "stop"
 
 
-class StructuredOutput(msgspec.Struct, frozen=True):
+class GeneratedAnswer(msgspec.Struct, frozen=True):
     """``text``: four bytes a token."""
 
     text: bytes
     reason: FinishReason
 
 
-def write_answer(structure: OutputConstraint | None, tokens: int, rng: random.Random) -> StructuredOutput:
+def write_answer(structure: OutputConstraint | None, tokens: int, rng: random.Random) -> GeneratedAnswer:
     """An answer of at most ``tokens`` tokens; without a ``structure`` it has so many. Raises StructureInvalid."""
     if structure is None:
-        return StructuredOutput(answer_text(rng, tokens), "length")
+        return GeneratedAnswer(answer_text(rng, tokens), "length")
     if structure.schema is None:
         words = answer_text(rng, max(0, tokens - _FRAME_TOKENS)).decode().strip()
         text = _ANY_OBJECT % words if words else "{}"
@@ -70,7 +70,7 @@ def write_answer(structure: OutputConstraint | None, tokens: int, rng: random.Ra
         text = json.dumps(generate_value(structure.schema, rng))
     padded = text.encode() + b" " * (-len(text) % BYTES_PER_TOKEN)
     is_cut = len(padded) > tokens * BYTES_PER_TOKEN
-    return StructuredOutput(padded[: tokens * BYTES_PER_TOKEN], "length" if is_cut else structure.reason)
+    return GeneratedAnswer(padded[: tokens * BYTES_PER_TOKEN], "length" if is_cut else structure.reason)
 
 
 def read_output_constraint(asked: Mapping[str, Any] | None) -> OutputConstraint | None:

@@ -48,7 +48,7 @@ _OBJECTIVES: Final[Mapping[str, LatencyObjective]] = MappingProxyType(
 )
 
 
-class PlayedTrace(msgspec.Struct, frozen=True):
+class TraceInput(msgspec.Struct, frozen=True):
     """``name``: of the trace, as in ``lab_command``. ``skip``: rows that others were tuned on."""
 
     name: str
@@ -64,7 +64,7 @@ class _Cell(msgspec.Struct, frozen=True):
     network: str
 
 
-def run_pairs_lab(traces: Sequence[PlayedTrace], out: Path, console: Console, *, jobs: int) -> list[Table]:
+def run_pairs_lab(traces: Sequence[TraceInput], out: Path, console: Console, *, jobs: int) -> list[Table]:
     """A table for each objective. Raises TraceInvalid, ConfigInvalid or HardwareUnknown."""
     trials = list(dict.fromkeys(trial for _, trial in _trials(traces)))
     reports = dict(zip(map(_name, trials), run_trials(trials, out / "runs", console, jobs=jobs), strict=True))
@@ -74,7 +74,7 @@ def run_pairs_lab(traces: Sequence[PlayedTrace], out: Path, console: Console, *,
     return [_table(words, objective, cells) for words, objective in _OBJECTIVES.items()]
 
 
-def _trials(traces: Sequence[PlayedTrace]) -> Iterator[tuple[_Cell, Trial]]:
+def _trials(traces: Sequence[TraceInput]) -> Iterator[tuple[_Cell, Trial]]:
     for trace in traces:
         for load, share in _LOADS.items():
             alone = TrialConditions(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.lab.disaggregation import PlayedTrace, run_pairs_lab
+from bench.lab.disaggregation import TraceInput, run_pairs_lab
 from bench.lab.export import build_replay_results, pool_measures, ttft_windows, write_csv, write_json
 from bench.lab.figures import sweeps_of, write_figures, write_latex
 from bench.lab.html_report import write_html
@@ -236,7 +236,7 @@ def lab(options: argparse.Namespace, console: Console) -> int:
 
 
 def _pairs(options: argparse.Namespace, directory: Path, console: Console) -> int:
-    traces = [PlayedTrace(trace.name, _file(directory, trace), trace.skip) for trace in _TRACES]
+    traces = [TraceInput(trace.name, _file(directory, trace), trace.skip) for trace in _TRACES]
     tables = run_pairs_lab(traces, options.out, console, jobs=options.jobs)
     page = ["# Prefill and decode engines", ""]
     for table in tables:

@@ -190,7 +190,7 @@ def _version(package: str) -> str:
         return ""
 
 
-class OpenedFiles:
+class OpenedFileRecorder:
     """The files that a trial opens for reading, from an audit hook, which stays for the life of the process."""
 
     def __init__(self) -> None:
@@ -282,9 +282,9 @@ def _run_and_keep(trial: Trial, file: Path) -> TrialReport:
 
 
 @cache
-def _opened_files() -> OpenedFiles:
+def _opened_files() -> OpenedFileRecorder:
     """One for each process: its hook cannot be taken away."""
-    return OpenedFiles()
+    return OpenedFileRecorder()
 
 
 def _read(file: Path) -> TrialReport | None:

@@ -214,7 +214,7 @@ async def _calls(http: aiohttp.ClientSession, ports: _Ports) -> float:
         return float(await answer.text())
 
 
-async def run(*, rounds: int) -> Report:
+async def measure_and_build_report(*, rounds: int) -> Report:
     """All of it."""
     (load, *_), before = os.getloadavg(), read_machine_cpu_time()
     with tempfile.TemporaryDirectory(prefix="attache-batching-") as directory:
@@ -233,7 +233,7 @@ def main() -> int:
     if options.serve is not None:
         uvloop.run(serve_engine(options.serve))
         return 0
-    measured = run(rounds=options.rounds)
+    measured = measure_and_build_report(rounds=options.rounds)
     return run_and_report(measured, markdown, options.out / "batching", Console(highlight=False))
 
 

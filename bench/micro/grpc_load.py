@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from hpack.hpack import encode_integer
 
-from extproc.rpc.header_blocks import HeaderBlocks
+from extproc.rpc.header_blocks import HeaderBlockDecoder
 from extproc.rpc.http2 import PREFACE, FrameType, encode_frame
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class GrpcConnection(asyncio.Protocol):
         self._next = first
         self._stream = -1
         self._received = b""
-        self._blocks = HeaderBlocks(_MOST_HEADERS)
+        self._blocks = HeaderBlockDecoder(_MOST_HEADERS)
         self._headers: list[tuple[str, str]] = []
         self._unopened = 0
         self._sent_at_s = 0.0

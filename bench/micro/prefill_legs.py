@@ -325,7 +325,7 @@ def markdown(report: LegReport) -> str:
     return "\n".join(lines)
 
 
-async def run(console: Console, sizes: Sequence[int], *, rounds: int) -> LegReport:
+async def measure_and_build_report(console: Console, sizes: Sequence[int], *, rounds: int) -> LegReport:
     """All of it."""
     (load, *_), before = os.getloadavg(), read_machine_cpu_time()
     found = dict[int, list[LegRound]]()
@@ -349,7 +349,7 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(highlight=False)
     sizes = [1000 * one for one in options.kb] if options.kb else SIZES
-    measured = run(console, sizes, rounds=options.rounds)
+    measured = measure_and_build_report(console, sizes, rounds=options.rounds)
     return run_and_report(measured, markdown, options.out / "legs", console)
 
 

@@ -27,7 +27,7 @@ from extproc.prefix.kv_event_decoder import BlocksRemoved, BlocksStored
 from extproc.prefix.kv_index import EventSource, KvIndex
 from extproc.request.body_parser import parse_body
 from extproc.request.json_rewrite import with_changes
-from extproc.scheduling.picker import RequestDemand, RequestFacts, View
+from extproc.scheduling.picker import RequestDemandByRow, RequestFacts, View
 from extproc.scheduling.picker_cache import default_picker
 from extproc.wire_names import Api
 
@@ -144,7 +144,10 @@ def endpoint_view(endpoints: int) -> View:
     table.reported_at_s[:] = 0.0
     cached = np.where(rng.random(rows) < 0.2, 1500.0, 0.0)
     return View(
-        table, RequestDemand(cached, PromptCost().prefill_work(2000.0 - cached, cached)), RequestFacts("m", 2000.0), 0.1
+        table,
+        RequestDemandByRow(cached, PromptCost().prefill_work(2000.0 - cached, cached)),
+        RequestFacts("m", 2000.0),
+        0.1,
     )
 
 

@@ -17,7 +17,7 @@ from extproc.request.body_parser import parse_body
 from extproc.scheduling.pool import Assignment
 from extproc.streams.headers import read_head
 from extproc.streams.messages import ProcessingRequest
-from extproc.streams.responses import decision_answer, duplex_decision_answer
+from extproc.streams.processing_responses import decision_answer, duplex_decision_answer
 from extproc.wire_names import Api
 
 if TYPE_CHECKING:

@@ -121,7 +121,7 @@ async def measure(pids: dict[str, int], port: int, requests: list[bytes], at_onc
     return Round(nearest_rank(sorted(load.taken_s), 0.5), rate, used)
 
 
-async def run(rounds: int, seconds: float) -> str:
+async def measure_and_build_table(rounds: int, seconds: float) -> str:
     """The table, and the translator's memory."""
     engine, listen, admin, extproc, metrics = free_ports(5)
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=1.5, help="of a round of one model")
     options = parser.parse_args()
-    print(asyncio.run(run(options.rounds, options.seconds)))
+    print(asyncio.run(measure_and_build_table(options.rounds, options.seconds)))
     return 0
 
 

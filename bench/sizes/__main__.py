@@ -22,7 +22,7 @@ from rich.console import Console
 from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, api_key_of, configuration
 from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes
-from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
+from extproc.api.status_page_contents import REPORT_PATH, ConfigReport, content_digest
 from extproc.wire_names import CHAT_PATH
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Figures(msgspec.Struct, frozen=True):
     metrics_page_lag_ms: float
 
 
-class RunningStack:
+class MeasuredStack:
     """One configuration, served by all three processes, before engines that answer at once."""
 
     def __init__(
@@ -119,7 +119,7 @@ class RunningStack:
             await asyncio.sleep(0.02)
         return time.perf_counter() - began_s
 
-    async def measure_figures(self, share: float, mode: Mode) -> Figures:
+    async def start_and_measure(self, share: float, mode: Mode) -> Figures:
         """Start everything in order, and measure."""
         shared = ["--config", str(self._config)]
         began_s = time.perf_counter()
@@ -294,7 +294,7 @@ async def measure(share: float, mode: Mode) -> Figures:
     sizes = ObjectCounts().scaled(share)
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder)) as processes, httpx.AsyncClient(timeout=120) as http:
-            return await RunningStack(Path(folder), sizes, mode, processes, http).measure_figures(share, mode)
+            return await MeasuredStack(Path(folder), sizes, mode, processes, http).start_and_measure(share, mode)
 
 
 def table(all_figures: Sequence[Figures]) -> str:

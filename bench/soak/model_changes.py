@@ -214,8 +214,8 @@ def next_change(fleet: Mapping[int, SoakModel], rng: random.Random, *, size: int
     if name in _EDITS:
         before = rng.choice(list(fleet.values()))
         return ModelChange(name, before, _EDITS[name](before, rng, engines))
-    if len(fleet) < size or (name == "model added" and len(fleet) < size + spare_model_numbers(size) // 2):
-        free = sorted(set(range(size + spare_model_numbers(size))) - fleet.keys())
+    if len(fleet) < size or (name == "model added" and len(fleet) < size + spare_model_count(size) // 2):
+        free = sorted(set(range(size + spare_model_count(size))) - fleet.keys())
         number = rng.choice(free)
         # a name that was never used before
         return ModelChange(
@@ -224,7 +224,7 @@ def next_change(fleet: Mapping[int, SoakModel], rng: random.Random, *, size: int
     return ModelChange("model deleted", rng.choice(list(fleet.values())), None)
 
 
-def spare_model_numbers(size: int) -> int:
+def spare_model_count(size: int) -> int:
     """Numbers of models that come and go."""
     return max(4, size // 20)
 

@@ -31,7 +31,7 @@ from bench.soak.verdict import (
     SoakRecord,
 )
 from bench.stack.processes import cpu_seconds, rss_bytes
-from extproc.api.status_pages import REPORT_PATH, ConfigReport, content_digest
+from extproc.api.status_page_contents import REPORT_PATH, ConfigReport, content_digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,7 +96,7 @@ def probe_targets(model: SoakModel, before: SoakModel | None = None) -> dict[str
 async def soak(settings: SoakSettings, directory: Path, stop: asyncio.Event) -> SoakRecord:
     """Run until the time is over, something ends, or ``stop``. Raises StartFailed and EnvoyMissing."""
     models = model_changes.initial_models(settings.models, settings.engines)
-    size = settings.models + model_changes.spare_model_numbers(settings.models)
+    size = settings.models + model_changes.spare_model_count(settings.models)
     async with (
         running_gateway(
             directory, models, size=size, engine_count=settings.engines, hostile=settings.hostile

@@ -39,7 +39,7 @@ class PrometheusSource(Spec, frozen=True):
     secret_ref: Name | None = None
 
 
-class EngineSource(Spec, frozen=True):
+class EngineMetricsSource(Spec, frozen=True):
     """The engines' metrics pages. ``port``: of the page; by default that of the ModelServer. ``path``: its path."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
@@ -69,7 +69,7 @@ class MetricTarget(Spec, frozen=True):
     name: NonEmpty
     value: Positive
     source: Literal["Gateway", "Engine", "Prometheus", "Resource"] = "Gateway"
-    engine: EngineSource | None = None
+    engine: EngineMetricsSource | None = None
     prometheus: PrometheusSource | None = None
     total: bool = False
 
@@ -152,7 +152,7 @@ class Schedule(Spec, frozen=True):
     max_replicas: Replicas | None = None
 
 
-class Staleness(Spec, frozen=True):
+class StalenessLimits(Spec, frozen=True):
     """``soft``: data older than this do not scale in. ``hard``: data older than this are ignored."""
 
     soft: Duration = Duration("15s")

@@ -14,7 +14,7 @@ from controller.api.autoscaling import (
     Panic,
     ScaleToZero,
     Schedule,
-    Staleness,
+    StalenessLimits,
 )
 from controller.api.statuses import AutoscalingPolicyStatus
 from controller.api.strategies import StrategyType, installed_strategies
@@ -102,7 +102,7 @@ class AutoscalingPolicySpec(Spec, frozen=True):
     panic: Panic | None = None
     scale_to_zero: ScaleToZero | None = None
     schedules: Annotated[tuple[Schedule, ...], msgspec.Meta(max_length=16)] = ()
-    staleness: Staleness = Staleness()
+    staleness: StalenessLimits = StalenessLimits()
     period: Duration = Duration("5s")
     manual_hold: Duration = Duration("10m")
     drain: Duration = Duration("5m")

@@ -33,7 +33,7 @@ class ModelFormat(LayeredSpec, frozen=True):
     version: NonEmpty | None = None
 
 
-class StageRatio(LayeredSpec, frozen=True):
+class PrefillDecodeRatio(LayeredSpec, frozen=True):
     """Prefill engines for each decode engine. ``min`` and ``max``: their bounds."""
 
     CEL: ClassVar = (CelRule("self.min <= self.max", "min is above max"),)
@@ -68,7 +68,7 @@ class Disaggregation(LayeredSpec, frozen=True):
     decode: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     max_prefill: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     max_decode: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
-    ratio: StageRatio | None = None
+    ratio: PrefillDecodeRatio | None = None
     connector: Connector = "NIXL"
     leg: Literal["Gateway", "Sidecar"] | None = None
     # Local: the decode engine computes the prompt. Fail: the request is answered 503. Without it Local, except with

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
-from controller.api.shared_types import EnvVar, LayeredSpec, ObjectMetadata, Words
+from controller.api.shared_types import EnvVar, LayeredSpec, PodMetadata, Words
 from controller.api.statuses import CommonStatus
 from extproc.api import spec as patterns
 from extproc.api.model_server import EndpointProtocol
@@ -57,7 +57,7 @@ class LoraLimits(LayeredSpec, frozen=True):
     max_rank: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
 
 
-class ModelLimits(LayeredSpec, frozen=True):
+class HostedModelLimits(LayeredSpec, frozen=True):
     """Of the many models on each server. ``memory``: what those that are loaded may take together; without it, all are
     loaded on every server. ``idle_unload``: one that is not pinned is unloaded when it was not used for so long; 0s:
     never.
@@ -89,7 +89,7 @@ class EngineConfig(LayeredSpec, frozen=True):
     kv_events: bool = False
     prompt_token_details: bool = False
     lora: LoraLimits = LoraLimits()
-    models: ModelLimits = ModelLimits()
+    models: HostedModelLimits = HostedModelLimits()
     args: Words = ()
     env: Annotated[tuple[EnvVar, ...], msgspec.Meta(max_length=200, extra_json_schema=list_map_keys("name"))] = ()
     resources: dict[str, Any] | None = None
@@ -109,7 +109,7 @@ class SupportedFormat(Spec, frozen=True):
     priority: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
 
 
-class Arguments(Spec, frozen=True):
+class ConditionalArguments(Spec, frozen=True):
     """Words of the command line and environment that follow from settings.
 
     ``when``: settings by name, and the value that each must have; ``*`` is any value. All of them must hold. ``args``
@@ -173,14 +173,14 @@ class ServingRuntimeSpec(Spec, frozen=True):
     port: Port = 8000
     grpc_port: Port | None = None
     config: EngineConfig = EngineConfig()
-    arguments: Annotated[tuple[Arguments, ...], msgspec.Meta(max_length=128)] = ()
+    arguments: Annotated[tuple[ConditionalArguments, ...], msgspec.Meta(max_length=128)] = ()
     connectors: Annotated[tuple[Connector, ...], msgspec.Meta(max_length=8)] = ()
     multi_node: bool = False
     adapters: bool = False
     multi_model: bool = False
     accelerator: NonEmpty | None = None
     agent: RuntimeAgent = RuntimeAgent()
-    metadata: ObjectMetadata = ObjectMetadata()
+    metadata: PodMetadata = PodMetadata()
     pod: dict[str, Any] = msgspec.field(default_factory=dict)
     spot_pod: dict[str, Any] = msgspec.field(default_factory=dict)
 

@@ -54,7 +54,7 @@ class LayeredSpec(Spec, frozen=True):
     """Written in layers. The API server fills in no defaults: what one layer leaves out may stand in the one below."""
 
 
-class ObjectMetadata(Spec, frozen=True):
+class PodMetadata(Spec, frozen=True):
     """``labels`` and ``annotations``: of the pods, in addition to ours."""
 
     labels: dict[str, str] = msgspec.field(default_factory=dict)
@@ -65,7 +65,7 @@ class PodTemplate(Spec, frozen=True):
     """``metadata``: of the pods. ``spec``: a PodSpec of Kubernetes; its API server checks it when pods are made."""
 
     spec: dict[str, Any]
-    metadata: ObjectMetadata = ObjectMetadata()
+    metadata: PodMetadata = PodMetadata()
 
 
 class ObjectReference(Spec, frozen=True):

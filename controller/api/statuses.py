@@ -57,7 +57,7 @@ class GatewayConfigStatus(CommonStatus, frozen=True):
     failure_mode: Literal["Open", "Close"] | None = None
 
 
-class GroupStatus(Spec, frozen=True):
+class RoleStatus(Spec, frozen=True):
     """One role, over all groups. ``name``: the role's. ``replicas``: existing replicas. ``ready``: replicas that serve.
     ``updated``: replicas of the newest revision.
     """
@@ -68,7 +68,7 @@ class GroupStatus(Spec, frozen=True):
     updated: int = 0
 
 
-class Recovery(Spec, frozen=True):
+class RecoveryStatus(Spec, frozen=True):
     """Pods that were recreated because one had failed. ``name``: of the recreated unit: its group, then role, replica
     and pod if only those were recreated. ``count``: consecutive recreations. ``at``: the last time. ``reason``: the
     cause, in one word.
@@ -97,9 +97,9 @@ class ModelInferStatus(CommonStatus, frozen=True):
     label_selector: str | None = None
     summary: str | None = None
     groups: dict[str, int] = msgspec.field(default_factory=dict)
-    roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=list_map_keys("name"))] = ()
+    roles: Annotated[tuple[RoleStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=list_map_keys("name"))] = ()
     recoveries: Annotated[
-        tuple[Recovery, ...], msgspec.Meta(max_length=256, extra_json_schema=list_map_keys("name"))
+        tuple[RecoveryStatus, ...], msgspec.Meta(max_length=256, extra_json_schema=list_map_keys("name"))
     ] = ()
 
 
@@ -113,7 +113,7 @@ class ModelInferRoleStatus(CommonStatus, frozen=True):
     label_selector: str | None = None
 
 
-class StartTimes(Spec, frozen=True):
+class EngineStartDurations(Spec, frozen=True):
     """Start times of the engine that became ready last. ``scheduling_seconds``: from the pod's creation until it was
     scheduled. ``download_seconds``: download of the weights. ``load_seconds``: from then until the model answered.
     """
@@ -136,11 +136,11 @@ class BackendStatus(Spec, frozen=True):
     ready_replicas: int = 0
     updated_replicas: int = 0
     weight: int = 0
-    roles: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=list_map_keys("name"))] = ()
-    start: StartTimes | None = None
+    roles: Annotated[tuple[RoleStatus, ...], msgspec.Meta(max_length=8, extra_json_schema=list_map_keys("name"))] = ()
+    start: EngineStartDurations | None = None
 
 
-class PhaseTime(Spec, frozen=True):
+class PhaseDuration(Spec, frozen=True):
     """``name``: of a phase. ``seconds``: time that the Model spent in it before the current stay."""
 
     name: NonEmpty
@@ -180,7 +180,7 @@ class ModelStatus(CommonStatus, frozen=True):
     transition_status: Literal["UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec"] | None = None
     phase_since: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     phase_times: Annotated[
-        tuple[PhaseTime, ...], msgspec.Meta(max_length=8, extra_json_schema=list_map_keys("name"))
+        tuple[PhaseDuration, ...], msgspec.Meta(max_length=8, extra_json_schema=list_map_keys("name"))
     ] = ()
     failure: ModelFailure | None = None
     backends: Annotated[

@@ -13,7 +13,7 @@ import msgspec
 from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER, LISTENERS_FILE
 from controller.bundle.envoy.bundle import endpoint_subscriptions
 from controller.bundle.envoy.listeners import routes_files
-from extproc.api.status_pages import ConfigReport
+from extproc.api.status_page_contents import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable

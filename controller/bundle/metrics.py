@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from controller.bundle.acknowledgements import Status
 from controller.bundle.envoy_admin import why_not_ready
 from extproc.api.addresses import join_host_port
-from extproc.api.status_pages import REPORT_PATH
+from extproc.api.status_page_contents import REPORT_PATH
 from extproc.browser_security import add_browser_protection
 from extproc.listen_sockets import listen
 from extproc.page_server import PageServer

@@ -23,11 +23,11 @@ from controller.bundle.envoy.bootstrap import CLUSTERS_FILE, ENDPOINTS_FOLDER
 from controller.bundle.envoy.bundle import BundleWriter, endpoint_subscriptions, keep_old_clusters
 from controller.bundle.envoy.listeners import ROUTES_FOLDER, routes_files
 from controller.bundle.envoy.secrets import SECRETS_FOLDER, secret_sources
-from controller.bundle.secret_files import AuthKeyReader, SecretFileReader, drop_unusable_secrets
+from controller.bundle.secret_readers import AuthKeyReader, SecretFileReader, drop_unusable_secrets
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory
 from extproc.api.make_before_break import DrainingServers
-from extproc.api.status_pages import ConfigReport
+from extproc.api.status_page_contents import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.file_discovery import FileDiscoverySettings
     from controller.gateway.metrics import GatewayMetrics
     from controller.kube.cluster_access import ClusterAccess
-    from extproc.api.picker_config import EndpointPickerConfig, PickerCheck
+    from extproc.api.picker_config import EndpointPickerConfig, PickerConfigChecker
 
 log = logging.getLogger(__name__)
 
@@ -377,7 +377,7 @@ def _add_own(made: argparse.ArgumentParser) -> None:
     add_log_options(made)
 
 
-def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
+def main(words: list[str], prog: str, check_picker: PickerConfigChecker) -> int:
     """Exit status: 0 after a signal, 1 if extproc ended unexpectedly, 2 for a mistake in the flags.
 
     ``check_picker``: that of extproc.
@@ -493,7 +493,7 @@ def _access(planned: EppPlan, problem: str) -> ClusterAccess:
         raise FlagInvalid(f"{error}{advice}" + (f"\n{problem}" if problem else "")) from None
 
 
-async def _run(planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerCheck) -> int:
+async def _run(planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerConfigChecker) -> int:
     """extproc as a process of its own, so that following the cluster costs requests nothing; and the role, here."""
     config = folder / "config"
     config.mkdir()
@@ -521,7 +521,9 @@ async def _run(planned: EppPlan, access: ClusterAccess | None, folder: Path, che
     return 0 if is_stopping else 1
 
 
-async def _follow(planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerCheck) -> None:
+async def _follow(
+    planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerConfigChecker
+) -> None:
     """The role, until cancelled. Requests go on without it, so a failure of it is logged, and it begins again."""
     while True:
         try:
@@ -533,7 +535,9 @@ async def _follow(planned: EppPlan, access: ClusterAccess | None, folder: Path, 
         await asyncio.sleep(_ROLE_RETRY_S)
 
 
-async def _run_role(planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerCheck) -> None:
+async def _run_role(
+    planned: EppPlan, access: ClusterAccess | None, folder: Path, check_picker: PickerConfigChecker
+) -> None:
     from controller.gateway.inference_pool_reconciler import FilePoolRunner, FilePoolSettings  # noqa: PLC0415 - not for --help
     from controller.gateway.metrics import GatewayMetrics  # noqa: PLC0415
     from controller.kube.metrics_and_health import serve_pages  # noqa: PLC0415
@@ -555,7 +559,7 @@ async def _run_role(planned: EppPlan, access: ClusterAccess | None, folder: Path
 
 
 async def _run_in_cluster(
-    planned: EppPlan, access: ClusterAccess, folder: Path, check_picker: PickerCheck, metrics: GatewayMetrics
+    planned: EppPlan, access: ClusterAccess, folder: Path, check_picker: PickerConfigChecker, metrics: GatewayMetrics
 ) -> None:
     from controller.gateway.inference_pool_reconciler import CONTROLLER, InferencePoolRunner, InferencePoolSettings  # noqa: PLC0415
     from controller.kube.authorizer import RequestAuthorizer, authorization_middleware  # noqa: PLC0415

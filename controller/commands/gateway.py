@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from controller.gateway.metrics import GatewayMetrics
     from controller.kube.client import Client
     from controller.kube.cluster_access import ClusterAccess
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 DESCRIPTION: Final = (
     "Follow a cluster's ModelServers, ModelRoutes, pods and the rest, and write them as the configuration directory"
@@ -160,7 +160,7 @@ def _add_picker_mode(made: argparse.ArgumentParser) -> None:
     add("--picker-config-file", type=Path, metavar="FILE", help="an EndpointPickerConfig; changes are followed")
 
 
-def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
+def main(words: list[str], prog: str, check_picker: PickerConfigChecker) -> int:
     """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extproc beside
     it.
     """
@@ -254,7 +254,7 @@ def _own_address() -> str:
         return ""
 
 
-async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> None:
+async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerConfigChecker) -> None:
     from controller.gateway.metrics import GatewayMetrics  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
     from controller.kube.manager_metrics import observe_api_calls  # noqa: PLC0415
@@ -273,7 +273,7 @@ async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker:
 
 
 def _gateway_role(
-    options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerCheck
+    options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerConfigChecker
 ) -> GatewayRunnable:
     from controller.gateway.runner import GatewayRunner, GatewaySettings  # noqa: PLC0415
     from controller.kube.leader_election import LeaderElection  # noqa: PLC0415
@@ -297,7 +297,7 @@ def _gateway_role(
 
 
 def _picker_role(
-    options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerCheck
+    options: argparse.Namespace, client: Client, metrics: GatewayMetrics, check_picker: PickerConfigChecker
 ) -> GatewayRunnable:
     from controller.gateway.inference_pool_reconciler import InferencePoolRunner, InferencePoolSettings  # noqa: PLC0415
 

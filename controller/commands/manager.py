@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from controller.manager.runner import LeaderControllers
     from controller.webhooks.certificates import CertificateConsumer
     from controller.webhooks.server import WebhookServer
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 SERVICE: Final = "attache-manager"
 __all__ = ["main", "parser"]
@@ -253,7 +253,7 @@ def _positive(text: str) -> int:
     return number
 
 
-def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
+def main(words: list[str], prog: str, check_picker: PickerConfigChecker) -> int:
     """Exit status: 0 after a signal, 2 for a mistake in the options. ``check_picker``: that of the extprocs."""
     options = parse_options(words, prog)
     # the client takes a third of a second to import: not for --help
@@ -288,7 +288,7 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> None:
+async def _run(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerConfigChecker) -> None:
     from aiohttp.web import RouteDef  # noqa: PLC0415
 
     from controller.autoscaler.reconciler.decision_records import DecisionRecords, decision_page_routes  # noqa: PLC0415
@@ -355,7 +355,7 @@ def _webhooks(
     options: argparse.Namespace,
     client: Client,
     metrics: ManagerMetrics,
-    check_picker: PickerCheck,
+    check_picker: PickerConfigChecker,
     others: Sequence[CertificateConsumer],
 ) -> WebhookServer:
     from controller.webhooks.certificates import RotationSettings  # noqa: PLC0415

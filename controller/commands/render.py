@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from controller.kube.cluster_access import ClusterAccess
     from controller.models.model.model_state import ResolvedBackend, ResolvedModel
     from extproc.api.addresses import Network
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 _KINDS: Final = frozenset({*SOURCE_KINDS, *GATEWAY_API_KINDS, "ConfigMap", "Pod"})
 # Rendered by themselves; gateways do not read them.
@@ -86,7 +86,7 @@ class RenderResult(msgspec.Struct, frozen=True):
 def render(
     objects: Iterable[Object],
     gateway: str | None,
-    check_picker: PickerCheck,
+    check_picker: PickerConfigChecker,
     *,
     networks: tuple[Network, ...] | None = None,
 ) -> RenderResult:
@@ -330,7 +330,7 @@ def parser(prog: str = "attache render") -> argparse.ArgumentParser:
     return made
 
 
-def main(words: list[str], prog: str, check_picker: PickerCheck) -> int:
+def main(words: list[str], prog: str, check_picker: PickerConfigChecker) -> int:
     """Exit status: 0, 1 if an object is not used as it is written, 2 for a mistake in the options or in a file."""
     made = parser(prog)
     options = made.parse_args(words)
@@ -397,7 +397,7 @@ def _of_files(options: argparse.Namespace) -> Iterator[Object]:
             yield from objects_in(str(file), text, options.namespace or "default")
 
 
-def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> RenderResult:
+def _of_cluster(options: argparse.Namespace, check_picker: PickerConfigChecker) -> RenderResult:
     """Of what the gateway role would follow; raises _NoCluster."""
     from controller.kube.cluster_access import find_access  # noqa: PLC0415
     from controller.kube.errors import ClusterAccessInvalid, ClusterError  # noqa: PLC0415
@@ -410,7 +410,9 @@ def _of_cluster(options: argparse.Namespace, check_picker: PickerCheck) -> Rende
         raise _NoCluster(f"the API server does not list our kinds within {_PATIENCE_S:g} s") from None
 
 
-async def _rendered(options: argparse.Namespace, access: ClusterAccess, check_picker: PickerCheck) -> RenderResult:
+async def _rendered(
+    options: argparse.Namespace, access: ClusterAccess, check_picker: PickerConfigChecker
+) -> RenderResult:
     from controller.kube.api_resources import CONFIG_MAPS, CRDS, SECRETS, split_key  # noqa: PLC0415
     from controller.kube.client import connect  # noqa: PLC0415
 
@@ -444,7 +446,7 @@ async def _listed(client: Client, namespace: str | None) -> list[Object]:
 def _bundle(rendered: RenderResult) -> Mapping[str, str]:
     """Envoy's files, with API keys as digests; raises ConfigInvalid."""
     from controller.bundle.envoy.bundle import build_bundle  # noqa: PLC0415 - Envoy's schema takes half a second to import
-    from controller.bundle.secret_files import AuthKeyReader  # noqa: PLC0415
+    from controller.bundle.secret_readers import AuthKeyReader  # noqa: PLC0415
     from extproc.api.config_loader import load_snapshot  # noqa: PLC0415
 
     documents = {name: content for name, content in rendered.files.items() if name.endswith(_SUFFIXES)}

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from controller.bundle.envoy_admin import reopen_logs
 from controller.usage.ingest import Ingest
 from controller.usage.json_lines_store import JsonLinesStore
-from controller.usage.log_follower import ExtprocLogReader, LogFollower, LogPosition, LogRotation
+from controller.usage.log_follower import ExtprocLogReader, LogFollower, LogPosition, LogRotator
 from controller.usage.queries import GROUPS, BadQuery, checked_zone, parse_instant, parse_names, parse_query, run_query
 from controller.usage.reports import align_columns, as_csv, as_json, as_table
 from controller.usage.rollups import DAY_S
@@ -284,7 +284,7 @@ def _serve(options: argparse.Namespace) -> int:
     open_sink, engine = _store_of(options)
     rotation = None
     if options.envoy_admin is not None:
-        rotation = LogRotation(options.log, int(rotate_at), partial(reopen_logs, options.envoy_admin))
+        rotation = LogRotator(options.log, int(rotate_at), partial(reopen_logs, options.envoy_admin))
     ingest = Ingest(
         LogFollower(options.log, LogPosition(), _CLOCK),
         open_sink,

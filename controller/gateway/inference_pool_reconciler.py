@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from controller.kube.api_resources import Object
     from controller.kube.client import Client
     from controller.kube.shared_informers import InformerSet
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class InferencePoolRunner:
         settings: InferencePoolSettings,
         metrics: GatewayMetrics,
         *,
-        check_picker: PickerCheck = accept_any_plugins,
+        check_picker: PickerConfigChecker = accept_any_plugins,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
         namespace, _ = split_key(settings.pool)
@@ -270,7 +270,9 @@ class FilePoolRunner:
     written.
     """
 
-    def __init__(self, settings: FilePoolSettings, metrics: GatewayMetrics, *, check_picker: PickerCheck) -> None:
+    def __init__(
+        self, settings: FilePoolSettings, metrics: GatewayMetrics, *, check_picker: PickerConfigChecker
+    ) -> None:
         self._settings = settings
         self._compiler = FilePoolCompiler(settings.pool, settings.server_fields, check_picker=check_picker)
         self._writer = _PoolWriter(settings.pool, settings.config, metrics, _no_event)

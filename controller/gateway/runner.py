@@ -27,12 +27,12 @@ from controller.gateway.informers import (
     ReferencedObjectInformers,
     gateway_informers,
 )
-from controller.gateway.statuses import ConsumerReports, StatusWriter
+from controller.gateway.statuses import ConsumerReportPoller, StatusWriter
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s
 from controller.kube.informer import InformerTiming
 from extproc.api.addresses import Network
 from extproc.api.picker_config import accept_any_plugins
-from extproc.api.status_pages import ConfigReport, content_digest
+from extproc.api.status_page_contents import ConfigReport, content_digest
 
 if TYPE_CHECKING:
     from controller.gateway.compile.compiler import CompileResult
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from controller.kube.api_resources import Object
     from controller.kube.client import Client
     from controller.kube.leader_election import LeaderElection
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class GatewayRunner:
         metrics: GatewayMetrics,
         *,
         election: LeaderElection,
-        check_picker: PickerCheck = accept_any_plugins,
+        check_picker: PickerConfigChecker = accept_any_plugins,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
     ) -> None:
         controller = Controller[str](
@@ -112,7 +112,7 @@ class GatewayRunner:
         self._writer = DirectoryWriter(settings.config, file_recorder(client.audit, CONTROLLER))
         self._statuses = StatusWriter(client, self._inputs.get, CONTROLLER)
         self._metrics = metrics
-        self._reports = ConsumerReports(settings.consumers, self._update_statuses)
+        self._reports = ConsumerReportPoller(settings.consumers, self._update_statuses)
         self._refused = ""
         self._compiled: CompileResult | None = None
         # of what is in the directory, and of what should be

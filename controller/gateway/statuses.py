@@ -29,7 +29,7 @@ from controller.kube.custom_resources import GATEWAY_KINDS
 from controller.kube.errors import ClusterError, Conflict, NotFound
 from controller.kube.event_recorder import make_event
 from extproc.api.addresses import parse_address
-from extproc.api.status_pages import REPORT_PATH, ConfigReport
+from extproc.api.status_page_contents import REPORT_PATH, ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ _MAX_BYTES: Final = 4_000_000
 Key = tuple[str, str]
 
 
-class ConsumerReports:
+class ConsumerReportPoller:
     """``run`` polls ``addresses`` (by the consumer's name) and calls ``on_change`` when a report has changed.
     ``is_settled``: no object waits for a report, so consumers are polled less often.
     """

@@ -77,7 +77,7 @@ def key_of(thing: Mapping[str, Any]) -> str:
     return f"{namespace}/{metadata['name']}" if namespace else str(metadata["name"])
 
 
-def identity_of(thing: Mapping[str, Any]) -> dict[str, Any]:
+def partial_metadata(thing: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata that an informer needs of an object: name, namespace, uid and version."""
     metadata = thing["metadata"]
     return {name: metadata[name] for name in ("name", "namespace", "uid", "resourceVersion") if name in metadata}

@@ -378,10 +378,10 @@ class Client:
 
     def _observe(self, method: str, path: str, query: Mapping[str, str] | None, status: int, seconds: float) -> None:
         if self._observed is not None:
-            self._observed(describe_api_call(method, path, query, status), seconds)
+            self._observed(classify_api_call(method, path, query, status), seconds)
 
 
-def describe_api_call(method: str, path: str, query: Mapping[str, str] | None, status: int) -> ApiCall:
+def classify_api_call(method: str, path: str, query: Mapping[str, str] | None, status: int) -> ApiCall:
     """Names of a call. Paths that name no objects, such as those of discovery and health, have no resource."""
     try:
         place = object_place_from_path(path)

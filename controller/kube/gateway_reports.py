@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of gateways: the engines' loads, on request, and their clients' demand, as an open stream.
 
-``loads_by_pod`` and ``DemandFeed`` read gateways' pods; ``DemandRelay`` joins the streams of a pod's extproc processes.
+``loads_by_pod`` and ``DemandFeed`` read gateways' pods; ``DemandStreamMerger`` joins the streams of a pod's extproc
+processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from controller.kube.api_resources import split_key
 from controller.kube.errors import Backoff
 from controller.kube.pod_http import read_page
 from extproc.api.addresses import join_host_port
-from extproc.api.status_pages import (
+from extproc.api.status_page_contents import (
     DEMAND_PATH,
     LOADS_LABEL,
     LOADS_PATH,
@@ -286,7 +287,7 @@ class DemandFeed:
             await asyncio.sleep(backoff.record_failure())
 
 
-class DemandRelay:
+class DemandStreamMerger:
     """The demand reports of the processes of one pod for one reader: each process has a slot of its own.
 
     Messages are sums, so of two unread ones of a process the older is dropped.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from controller.kube.api_resources import Object, identity_of, is_older, key_of
+from controller.kube.api_resources import Object, is_older, key_of, partial_metadata
 from controller.kube.client import BOOKMARK, DELETED
 from controller.kube.errors import Backoff, ClusterError, Forbidden, NotFound, ResourceVersionExpired
 
@@ -325,7 +325,7 @@ def without_managed_fields(thing: Object) -> Object:
 
 def view_transform(read: Callable[[Object], object]) -> Transform:
     """Of an object, what ``read`` makes of it is kept as ``view``, and its identity."""
-    return lambda thing: {"metadata": identity_of(thing), "view": read(thing)}
+    return lambda thing: {"metadata": partial_metadata(thing), "view": read(thing)}
 
 
 def only_fields(thing: Object, names: Iterable[str]) -> Object:

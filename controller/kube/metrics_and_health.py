@@ -22,9 +22,9 @@ from prometheus_client.core import Metric, Sample
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from controller.kube.gateway_reports import DemandRelay, read_loads
+from controller.kube.gateway_reports import DemandStreamMerger, read_loads
 from extproc.api.addresses import parse_address
-from extproc.api.status_pages import DEMAND_PATH, LOADS_PATH
+from extproc.api.status_page_contents import DEMAND_PATH, LOADS_PATH
 from extproc.browser_security import add_browser_protection
 from extproc.page_server import PageServer
 
@@ -266,7 +266,7 @@ class _DemandPage:
         if "watch" in request.query and len(self._streams) >= _MOST_WATCHERS:
             return web.Response(status=503, text="too many follow this page already\n")
         async with aiohttp.ClientSession() as http:
-            relay = DemandRelay(http, self._extprocs)
+            relay = DemandStreamMerger(http, self._extprocs)
             if "watch" not in request.query:
                 return web.Response(body=await relay.read_once(), content_type="application/x-ndjson")
             answer = web.StreamResponse(headers={"content-type": "application/x-ndjson"})

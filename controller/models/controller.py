@@ -13,14 +13,14 @@ from controller.kube.api_resources import MODEL_INFERS, MODELS, PODS, Object, sp
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s, wall_clock_s
 from controller.kube.informer import without_managed_fields
 from controller.kube.plan_executor import ObjectRefused
-from controller.kube.pods import trimmed_pod
+from controller.kube.pod_views import trimmed_pod
 from controller.kube.reconcile_plan import KubeEvent
 from controller.models.agent_model_lists import AgentModelLists
 from controller.models.kind_reconciler import GatewayLoadSource, KindReconciler, LoadSource, PodLoads, WorkKey
 from controller.models.model.model_state import ModelSettings
 from controller.models.model_infer_reconciler import ModelInferReconciler
 from controller.models.model_reconciler import ModelReconciler, SharedNamespaces
-from extproc.api.status_pages import LOADS_LABEL
+from extproc.api.status_page_contents import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -27,7 +27,7 @@ from controller.kube.api_resources import (
 from controller.kube.conditions import with_failure
 from controller.kube.errors import ClusterError
 from controller.kube.informer import Index, owner_key, owner_uid, without_managed_fields
-from controller.kube.pods import POD_VIEW, trimmed_pod
+from controller.kube.pod_views import POD_VIEW, trimmed_pod
 from controller.kube.reconcile_plan import Plan
 from controller.models.kind_reconciler import WorkKey
 from controller.models.model_infer import names

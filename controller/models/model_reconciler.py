@@ -25,7 +25,7 @@ from controller.kube.api_resources import (
 )
 from controller.kube.conditions import with_failure
 from controller.kube.informer import Index, owner_uid, without_managed_fields
-from controller.kube.pods import trimmed_pod
+from controller.kube.pod_views import trimmed_pod
 from controller.kube.reconcile_plan import Plan
 from controller.models.kind_reconciler import WorkKey
 from controller.models.model.model_state import CHILDREN, MODEL, ModelSettings, ModelState

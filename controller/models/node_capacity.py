@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from controller.kube.api_resources import Object
-    from controller.kube.pods import PodView
+    from controller.kube.pod_views import PodView
 
 _REMEMBERED: Final = 10_000
 _NODE_CONDITIONS: Final = ("Ready",)

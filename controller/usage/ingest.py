@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
-    from controller.usage.log_follower import ExtprocLogReader, LogBatch, LogFollower, LogPosition, LogRotation
+    from controller.usage.log_follower import ExtprocLogReader, LogBatch, LogFollower, LogPosition, LogRotator
     from controller.usage.rows import UsageRow
     from controller.usage.store import UsageSink
 
@@ -71,7 +71,7 @@ class Ingest:
         keep_requests_s: float,
         keep_rollups_s: float,
         left: ExtprocLogReader | None = None,
-        rotation: LogRotation | None = None,
+        rotation: LogRotator | None = None,
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
         """``open_sink``: raises StoreAway and OSError, upon which it is called again later, and StoreError. ``wall``:
@@ -252,7 +252,7 @@ class Ingest:
             self._unreported = 0
             self._reported_at_s = now_s
 
-    def _report_rotation(self, rotation: LogRotation) -> None:
+    def _report_rotation(self, rotation: LogRotator) -> None:
         if rotation.is_refused and not self._is_refused:
             log.warning("Envoy does not open its log again: nobody answers at --envoy-admin; it is asked until it does")
         self._is_refused = rotation.is_refused

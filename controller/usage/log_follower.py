@@ -121,7 +121,7 @@ class LogFollower:
                 behind = max(0, current.st_size - self.position.offset)
         return behind
 
-    def has_reached(self, path: Path) -> bool:
+    def is_reading_file(self, path: Path) -> bool:
         """Whether the position is in the file that has this name now."""
         try:
             return self.position.inode == _inode(path.stat())
@@ -167,7 +167,7 @@ class LogFollower:
     def _next_file(self, *, torn: bool, size: int) -> LogBatch | None:
         """A step to the next file, if this one has another name now and nobody writes to it."""
         now_s = self._clock()
-        if size != self._size or self.has_reached(self._path):
+        if size != self._size or self.is_reading_file(self._path):
             self._size, self._grew_at_s = size, now_s
         if now_s - self._grew_at_s < SETTLE_S:
             return None
@@ -290,7 +290,7 @@ class ExtprocLogReader:
         return True
 
 
-class LogRotation:
+class LogRotator:
     """Rotates the log by Envoy's help: rename, have Envoy open its logs again, read the rest, unlink.
 
     Nothing is remembered between two calls: what to do is seen from which files there are. So a process that dies at
@@ -315,9 +315,9 @@ class LogRotation:
             return
         self.is_refused = False
         if self._rotated.exists():
-            if follower.has_reached(self._path):
+            if follower.is_reading_file(self._path):
                 self._rotated.unlink()
-        elif size > self._most_bytes and follower.has_reached(self._path):
+        elif size > self._most_bytes and follower.is_reading_file(self._path):
             self._path.rename(self._rotated)
             self.is_refused = not self._reopen()
 

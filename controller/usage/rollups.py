@@ -78,7 +78,7 @@ class NameCardinalityLimiter:
         most = self._most if found.count(dimension) < self._OF_ALL * self._most else least
         return name if not name or found.add(dimension, tenant, name, most) else OTHERS
 
-    def forget(self) -> None:
+    def clear_cached_names(self) -> None:
         """After a transaction that failed: its names are not kept."""
         self._days.clear()
 

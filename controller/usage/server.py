@@ -14,7 +14,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from sqlalchemy.exc import SQLAlchemyError
 
-from controller.usage.metrics import UsageMetrics
+from controller.usage.ingest_metrics import UsageIngestMetrics
 from controller.usage.queries import BadQuery, parse_query, run_query, stored_until_by_source
 from controller.usage.reports import as_csv, as_json, completions_page, costs_page, restrict_to_owner
 from controller.usage.rows import bounded_caller_name
@@ -253,7 +253,7 @@ def _error(status: int, message: str, code: str, parameter: str | None = None) -
 def ingest_monitoring_pages(counts: IngestCounters, wall: Callable[[], float]) -> web.Application:
     """/metrics and /readyz."""
     registry = CollectorRegistry()
-    registry.register(UsageMetrics(counts, wall))
+    registry.register(UsageIngestMetrics(counts, wall))
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -284,7 +284,7 @@ class SqlStore:
                 self._move(connection, before, after, until_s)
                 return self._add(connection, rows)
         except BaseException:
-            self._names.forget()
+            self._names.clear_cached_names()
             raise
         finally:
             self._connection = None

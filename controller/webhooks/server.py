@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from controller.kube.manager_metrics import ManagerMetrics
     from controller.webhooks.admission.checks import AdmissionRequest
     from controller.webhooks.certificates import CertificateConsumer, KeyPair
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 log = logging.getLogger(__name__)
 # Two objects of 1.5 MiB, the most that etcd takes, and some room.
@@ -135,7 +135,7 @@ class WebhookServer:
         settings: WebhookSettings,
         metrics: ManagerMetrics,
         *,
-        check_picker: PickerCheck,
+        check_picker: PickerConfigChecker,
         clock: Callable[[], datetime] = utc_now,
         timing: InformerTiming = InformerTiming(),  # noqa: B008 - frozen
         others: Sequence[CertificateConsumer] = (),

@@ -84,7 +84,7 @@ class UsageQuery(msgspec.Struct, frozen=True):
     budgets: frozenset[str]
     asks_for_keys: bool = False
 
-    def group_by_queries(self) -> Iterator[tuple[frozenset[str], Sequence[str]]]:
+    def dimensions_and_tenants(self) -> Iterator[tuple[frozenset[str], Sequence[str]]]:
         """Dimensions, and the tenants that are asked for; empty: all."""
         yield self.dimensions, ()
         if self.asks_for_keys:

@@ -87,7 +87,7 @@ def caller_matcher(tenants: Collection[str], users: Collection[str], api_keys: C
     return CallerMatcher(*kept)
 
 
-class Subject(msgspec.Struct, frozen=True):
+class CallerIdentity(msgspec.Struct, frozen=True):
     """The authenticated caller, as Envoy has verified it. ``api_key``: the name from Envoy, which this configuration
     may not have. ``claims``: of the token, those that policies name.
     """
@@ -119,7 +119,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 ANONYMOUS_CALLER: Final = Caller()
-ANONYMOUS_SUBJECT: Final = Subject(ANONYMOUS)
+ANONYMOUS_SUBJECT: Final = CallerIdentity(ANONYMOUS)
 
 
 class IdentityResolver:
@@ -135,16 +135,16 @@ class IdentityResolver:
 
     def resolve_subject(
         self, headers: Mapping[str, str], claims: Mapping[str, Collection[str]] = _NO_CLAIMS
-    ) -> Subject:
+    ) -> CallerIdentity:
         """The authenticated caller, for authorisation. ``headers`` and ``claims``: of a request from a trusted
         gateway.
         """
         name = headers.get(CLIENT, "")
         key = self._keys.get(name)
         if key is not None:
-            return Subject(truncate_name(key.tenant), truncate_name(key.user), name, claims)
+            return CallerIdentity(truncate_name(key.tenant), truncate_name(key.user), name, claims)
         tenant = read_verified_name(headers, TENANT) or ANONYMOUS
-        return Subject(tenant, read_verified_name(headers, USER), name, claims)
+        return CallerIdentity(tenant, read_verified_name(headers, USER), name, claims)
 
     def resolve_caller(self, headers: Mapping[str, str], *, server: str) -> Caller:
         """The caller by a request's headers, which a gateway wrote that is trusted.

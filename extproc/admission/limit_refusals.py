@@ -103,7 +103,7 @@ def budget_headers(charges: Sequence[Charge], levels: Sequence[float]) -> dict[s
     return headers
 
 
-def soft_budget_warning(charge: Charge, level: float) -> str:
+def soft_budget_log_message(charge: Charge, level: float) -> str:
     """For the operator: a caller has passed the soft share of its budget."""
     budget, key = charge.budget, BudgetKey.parse(charge.key)
     if budget is None or key is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.identity import CallerMatcher, Subject, caller_matcher
+from extproc.admission.identity import CallerIdentity, CallerMatcher, caller_matcher
 from extproc.api.grpc_route import GRPC_ROUTE
 from extproc.api.spec import namespace_of, object_key
 
@@ -79,7 +79,7 @@ class _Callers(msgspec.Struct, frozen=True):
     names: CallerMatcher
     claims: tuple[tuple[str, frozenset[str]], ...]
 
-    def matches(self, subject: Subject) -> bool:
+    def matches(self, subject: CallerIdentity) -> bool:
         return self.names.matches(subject.tenant, subject.user, subject.api_key) and all(
             not values.isdisjoint(subject.claims.get(name, ())) for name, values in self.claims
         )
@@ -97,7 +97,7 @@ class _Rule(msgspec.Struct, frozen=True):
     def is_for_everything(self) -> bool:
         return (self.models.is_anything or self.base_models.is_anything) and self.servers.is_anything
 
-    def is_about(self, subject: Subject) -> bool:
+    def is_about(self, subject: CallerIdentity) -> bool:
         return not self.callers or any(one.matches(subject) for one in self.callers)
 
     def covers(self, wish: AccessRequest, *, unread: bool) -> bool:
@@ -117,7 +117,7 @@ class _Rules(msgspec.Struct, frozen=True):
     by_tenant: Mapping[str, tuple[_Rule, ...]]
     others: tuple[_Rule, ...]
 
-    def about(self, subject: Subject) -> Iterator[_Rule]:
+    def about(self, subject: CallerIdentity) -> Iterator[_Rule]:
         for one in self.by_tenant.get(subject.tenant, ()):
             if one.is_about(subject):
                 yield one
@@ -132,7 +132,7 @@ class _Scope(msgspec.Struct, frozen=True):
     denies: _Rules
     allows: _Rules
 
-    def admits(self, subject: Subject, wish: AccessRequest) -> bool:
+    def admits(self, subject: CallerIdentity, wish: AccessRequest) -> bool:
         """Whether the scope allows the request. One whose body cannot be read matches every ``Deny`` rule: fail
         closed.
         """
@@ -140,7 +140,7 @@ class _Scope(msgspec.Struct, frozen=True):
             return False
         return any(one.covers(wish, unread=False) for one in self.allows.about(subject))
 
-    def admits_everything(self, subject: Subject) -> bool:
+    def admits_everything(self, subject: CallerIdentity) -> bool:
         """Whether no request of the caller's could be refused here, whatever it is for."""
         if any(True for _ in self.denies.about(subject)):
             return False
@@ -173,20 +173,20 @@ class Authorizer:
             for claim in callers.claims
         )
 
-    def may_use(self, subject: Subject, request: AccessRequest) -> bool:
+    def may_use(self, subject: CallerIdentity, request: AccessRequest) -> bool:
         """Whether the request may go."""
         if not self.restricts:
             return True
         return all(one.admits(subject, request) for one in self._scopes_of(subject, request))
 
-    def may_use_everything(self, subject: Subject) -> bool:
+    def may_use_everything(self, subject: CallerIdentity) -> bool:
         """Whether no route refuses the caller anything: it may list all models."""
         if not self.restricts:
             return True
         scopes = [*self._scopes_of_subject(subject), *self._targets.values()]
         return all(one.admits_everything(subject) for one in scopes)
 
-    def _scopes_of(self, subject: Subject, wish: AccessRequest) -> Iterator[_Scope]:
+    def _scopes_of(self, subject: CallerIdentity, wish: AccessRequest) -> Iterator[_Scope]:
         yield from self._scopes_of_subject(subject)
         for target in _targets_of(wish):
             scope = self._targets.get(target)
@@ -196,7 +196,7 @@ class Authorizer:
             # it may be for anything that a route to these engines serves
             yield from self._leading_to.get(wish.server, ())
 
-    def _scopes_of_subject(self, subject: Subject) -> Iterator[_Scope]:
+    def _scopes_of_subject(self, subject: CallerIdentity) -> Iterator[_Scope]:
         scope = self._tenants.get(subject.tenant)
         if scope is not None:
             yield scope

@@ -163,7 +163,7 @@ class BudgetWindowTables(Generic[T]):
         return [self._tables.pop(one) for one in tuple(self._tables) if one <= ended_by_s]
 
 
-class BucketReport(msgspec.Struct, frozen=True):
+class BucketReportToStore(msgspec.Struct, frozen=True):
     """This process's state of a bucket, in every message about it.
 
     ``most_left``: tokens that the bucket has at most, before what is owed. ``owed``: tokens that this process has used
@@ -263,7 +263,7 @@ class SharedStoreCopy:
         debt = self._debts.get(key)
         return debt.owed - debt.told if debt is not None and limit.ends_at_s else 0.0
 
-    def make_bucket_report(self, key: str, limit: Limit, now: float) -> BucketReport:
+    def make_bucket_report(self, key: str, limit: Limit, now: float) -> BucketReportToStore:
         """The Statement for a message that is sent now."""
         most_left, debt, seen = (
             self.level_before_debts(key, limit, now),
@@ -277,7 +277,7 @@ class SharedStoreCopy:
             if not limit.ends_at_s:
                 debt.own.refill(limit, now)
                 uncovered = max(0.0, most_left - debt.own.level)
-        return BucketReport(most_left, owed, told, uncovered, 0.0 if seen is None else seen.store_at_s)
+        return BucketReportToStore(most_left, owed, told, uncovered, 0.0 if seen is None else seen.store_at_s)
 
     def cap_level(self, key: str, limit: Limit, level: float, now: float) -> None:
         """A budget has no more than ``level`` left, from another source than the store."""
@@ -288,7 +288,7 @@ class SharedStoreCopy:
     def on_store_answer(
         self,
         key: str,
-        stated: BucketReport,
+        stated: BucketReportToStore,
         level: float,
         *,
         store_at_s: float,

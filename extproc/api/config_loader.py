@@ -21,7 +21,7 @@ from extproc.api.gateway_config import GatewayConfig, GatewayConfigSpec
 from extproc.api.key_store import KeyStore, with_virtual_keys
 from extproc.api.picker_config import PickerFile, accept_any_plugins
 from extproc.api.reference_checks import check_unique_names
-from extproc.api.status_pages import content_digest
+from extproc.api.status_page_contents import content_digest
 from extproc.api.yaml_documents import DirectoryObjects, Document, UnreadDocuments, split_documents
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from extproc.api.document_kinds import DocumentKind
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 log = logging.getLogger(__name__)
 SUFFIXES: Final = (".yaml", ".yml", ".json")
@@ -64,7 +64,7 @@ class SnapshotLoader:
     It may move within its file, or to another: the text alone counts.
     """
 
-    def __init__(self, check_picker: PickerCheck = accept_any_plugins) -> None:
+    def __init__(self, check_picker: PickerConfigChecker = accept_any_plugins) -> None:
         """``check_picker``: its mistakes are reported with all others."""
         self._check_picker = check_picker
         self._files: dict[str, _File] = {}
@@ -144,7 +144,7 @@ def _version(digests: Mapping[str, str]) -> str:
     return version.hexdigest()
 
 
-def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_picker: PickerCheck) -> Snapshot:
+def _assemble(readings: Sequence[_Reading], digests: Mapping[str, str], check_picker: PickerConfigChecker) -> Snapshot:
     """Raises ConfigInvalid."""
     objects: dict[type, list[tuple[Document, Any]]] = {kind.document: [] for kind in DOCUMENT_KINDS}
     pickers: dict[str, PickerFile] = {}
@@ -197,7 +197,7 @@ def _check_together(kind: DocumentKind, found: DirectoryObjects) -> Iterator[Mis
         yield from document.locate_mistakes([(("kind",), kind.second)])
 
 
-def _of_picker(file: PickerFile, check_picker: PickerCheck) -> Sequence[Mistake]:
+def _of_picker(file: PickerFile, check_picker: PickerConfigChecker) -> Sequence[Mistake]:
     try:
         check_picker(file)
     except ConfigInvalid as error:
@@ -225,7 +225,7 @@ class ConfigSource(Protocol):
 class ConfigDirectory:
     """The YAML and JSON files of a directory, without hidden files and folders (Kubernetes has its own there)."""
 
-    def __init__(self, path: Path, check_picker: PickerCheck = accept_any_plugins) -> None:
+    def __init__(self, path: Path, check_picker: PickerConfigChecker = accept_any_plugins) -> None:
         self.path = path
         self._loader = SnapshotLoader(check_picker)
         # what was there when it was last read; None: no directory
@@ -329,7 +329,7 @@ class ConfigDirectory:
         return {name: identity for name, identity in sorted(found) if identity is not None}
 
 
-def load_directory(path: Path, check_picker: PickerCheck = accept_any_plugins) -> Snapshot:
+def load_directory(path: Path, check_picker: PickerConfigChecker = accept_any_plugins) -> Snapshot:
     """The snapshot of a directory that is read once; raises ConfigInvalid with all mistakes."""
     return ConfigDirectory(path, check_picker).read()
 

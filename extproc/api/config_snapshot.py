@@ -133,7 +133,7 @@ def _isolated_caches(snapshot: Snapshot) -> Iterator[str]:
             yield f"ModelServer {server.metadata.key}: cacheIsolation {mode}"
 
 
-def limits_without_redis(snapshot: Snapshot) -> list[str]:
+def missing_redis_warnings(snapshot: Snapshot) -> list[str]:
     """A warning for every Global limit and budget: without Redis, machines cannot share it."""
     budgets = [("GatewayConfig", snapshot.gateway.budgets)]
     budgets += [(f"ModelRoute {route.metadata.key}", route.spec.budgets) for route in snapshot.routes]

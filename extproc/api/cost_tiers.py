@@ -38,7 +38,7 @@ class TierOverrides(Spec, frozen=True):
     spill: Spill | None = None
 
 
-class Tiers(Spec, frozen=True):
+class CostTierRouting(Spec, frozen=True):
     """A request takes the cheapest of the rule's ModelServers that is predicted to hold its objective, instead of one
     by weight.
 
@@ -59,7 +59,7 @@ class Tiers(Spec, frozen=True):
     classes: Annotated[tuple[TierOverrides, ...], msgspec.Meta(max_length=16)] = ()
 
 
-def check_tiers(tiers: Tiers, path: Path, targets: int) -> Iterator[Finding]:
+def check_tiers(tiers: CostTierRouting, path: Path, targets: int) -> Iterator[Finding]:
     """There are tiers to choose from, and every class is for someone. ``targets``: those of positive weight."""
     if targets < 2:
         yield path, NO_CHOICE
@@ -67,7 +67,7 @@ def check_tiers(tiers: Tiers, path: Path, targets: int) -> Iterator[Finding]:
     for at, one in classes:
         if not one.tenants and one.min_priority is None:
             yield at, _FOR_NONE
-    every: list[tuple[Path, Tiers | TierOverrides]] = [(path, tiers), *classes]
+    every: list[tuple[Path, CostTierRouting | TierOverrides]] = [(path, tiers), *classes]
     for at, each in every:
         for field, objective in (("ttft", each.ttft), ("tpot", each.tpot)):
             if objective is not None and float(objective) == 0:

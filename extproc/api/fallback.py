@@ -49,7 +49,7 @@ STATUSES: Final[Mapping[FailureClass, tuple[int, ...]]] = MappingProxyType(
 )
 
 
-class FallbackDegradation(Spec, frozen=True):
+class FallbackAnswerLimits(Spec, frozen=True):
     """What a fallback gives less of. ``max_output_tokens``: of each answer."""
 
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
@@ -66,7 +66,7 @@ class Fallback(Spec, frozen=True):
     on: Annotated[tuple[FailureClass, ...], msgspec.Meta(min_length=1, max_length=6)] = FAILURES
     degraded: bool = False
     # Its answers are shorter than clients may ask for; such answers have ``x-attache-degraded: max_tokens``.
-    degrade: FallbackDegradation | None = None
+    degrade: FallbackAnswerLimits | None = None
     # A request that has waited so long in extproc goes there, if an endpoint has room at once; without it, none.
     after_queue: Duration | None = None
 

@@ -18,7 +18,7 @@ from extproc.api.match_patterns import check_header_name
 from extproc.api.payload_log import check_sink_url
 from extproc.api.quantities import Duration, check_duration
 from extproc.api.spec import CelRule, Name, NonEmpty, Spec
-from extproc.http_headers import HOP_BY_HOP
+from extproc.hop_by_hop_headers import HOP_BY_HOP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,7 +11,7 @@ import msgspec
 from extproc.api.admission import Priority, RateLimit, check_limits
 from extproc.api.body_match import BodyCondition, TokenRange, check_body_conditions, check_range
 from extproc.api.budgets import Budgets, check_budgets
-from extproc.api.cost_tiers import NO_CHOICE, Tiers, check_tiers
+from extproc.api.cost_tiers import NO_CHOICE, CostTierRouting, check_tiers
 from extproc.api.fallback import Fallback, FallbackRetry, check_fallbacks
 from extproc.api.guard_services import RouteGuard
 from extproc.api.match_patterns import check_header_name, compile_expression
@@ -120,7 +120,7 @@ class RouteRule(Spec, frozen=True):
     # all requests of one session, user or tenant go to one target: the weights divide these, not requests
     sticky: Sticky = "None"
     # the cheapest target that holds the objective is taken, and not one by weight
-    tiers: Tiers | None = None
+    tiers: CostTierRouting | None = None
     # fields of the body, such as temperature, that engines get with these values, whatever the client writes
     set_: Parameters = msgspec.field(default_factory=dict, name="set")
     # of each answer: a client that asks for more, or sets no limit, gets this one

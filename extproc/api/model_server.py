@@ -139,7 +139,7 @@ NO_ENCODE_STAGE: Final = (
 SIDECAR_CONNECTORS: Final[frozenset[Connector]] = frozenset({"MoRIIOConnector"})
 
 
-class Activation(Spec, frozen=True):
+class ScaleFromZeroQueue(Spec, frozen=True):
     """While no engine can take them, requests wait for the first one; without this field they are answered 503 at once.
 
     ``hold_timeout``: the longest time that a request waits. ``start_time``: what a start takes, for ``retry-after``,
@@ -154,7 +154,7 @@ class Activation(Spec, frozen=True):
 
 
 # Of a cluster's ModelServer without ``activation`` that was deleted and made again, for some minutes.
-RETURNED: Final = Activation(hold_timeout=Duration("60s"))
+RETURNED: Final = ScaleFromZeroQueue(hold_timeout=Duration("60s"))
 
 
 class AdapterSource(Spec, frozen=True):
@@ -517,7 +517,7 @@ class ModelServerSpec(Spec, frozen=True):
     # Of requests that no ModelRoute sends here: the first that has the model that the client asks for decides.
     model_rewrites: Annotated[tuple[ModelRewrite, ...], msgspec.Meta(max_length=1000)] = ()
     # Requests wait while there is no engine; without it, they are answered 503 at once.
-    activation: Activation | None = None
+    activation: ScaleFromZeroQueue | None = None
     # What requests cost: usually one price, or several with the instants from which they hold.
     pricing: Annotated[tuple[PriceSpec, ...], msgspec.Meta(max_length=64)] = ()
 
@@ -759,7 +759,7 @@ def oversized_models(
         yield f"the pinned models need {pinned} bytes together, more than the {memory} of {field}; pin fewer"
 
 
-def _check_activation(activation: Activation | None) -> Iterator[Finding]:
+def _check_activation(activation: ScaleFromZeroQueue | None) -> Iterator[Finding]:
     """Envoy can wait as long."""
     if activation is not None:
         path: Path = ("spec", "activation")

@@ -147,7 +147,7 @@ def reject_file_references(file: PickerFile) -> None:
         raise ConfigInvalid(mistakes)
 
 
-class PickerCheck(Protocol):
+class PickerConfigChecker(Protocol):
     """Whether an EndpointPickerConfig can be used with the installed plugins, which ``extproc.scheduling`` lists."""
 
     def __call__(self, file: PickerFile) -> Sequence[str]:
@@ -156,5 +156,5 @@ class PickerCheck(Protocol):
 
 
 def accept_any_plugins(file: PickerFile) -> Sequence[str]:  # noqa: ARG001 - as the protocol has it
-    """A PickerCheck without plugins to compare with: every config that could be read is accepted."""
+    """A PickerConfigChecker without plugins to compare with: every config that could be read is accepted."""
     return ()

@@ -180,7 +180,7 @@ class HourlyPrice(msgspec.Struct, frozen=True):
     micros: int
 
 
-class PriceList(msgspec.Struct, frozen=True):
+class PriceSchedule(msgspec.Struct, frozen=True):
     """Prices by the instant from which they hold, seconds since 1970, in rising order."""
 
     since_s: tuple[float, ...]
@@ -196,13 +196,13 @@ class PriceList(msgspec.Struct, frozen=True):
         return found
 
 
-NO_PRICES: Final = PriceList((), ())
+NO_PRICES: Final = PriceSchedule((), ())
 
 
-def compile_prices(pricing: Sequence[PriceSpec]) -> PriceList:
+def compile_prices(pricing: Sequence[PriceSpec]) -> PriceSchedule:
     """Of a ModelServer; expects what ``check_pricing`` accepts."""
     ordered = sorted(pricing, key=_begins_s)
-    return PriceList(tuple(map(_begins_s, ordered)), tuple(map(_compiled, ordered)))
+    return PriceSchedule(tuple(map(_begins_s, ordered)), tuple(map(_compiled, ordered)))
 
 
 def price_with_id(price: Price) -> Price:

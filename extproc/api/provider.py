@@ -12,7 +12,7 @@ import msgspec
 from extproc.api import spec as patterns
 from extproc.api.addresses import is_hostname, join_host_port
 from extproc.api.spec import CelRule, Spec
-from extproc.http_headers import HOP_BY_HOP
+from extproc.hop_by_hop_headers import HOP_BY_HOP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -123,7 +123,7 @@ class SessionAffinityParameters(_Section, frozen=True):
         return SessionIdConfig(self.sources, ttl_s)
 
 
-def session_headers(snapshot: Snapshot) -> tuple[str, ...]:
+def session_token_headers(snapshot: Snapshot) -> tuple[str, ...]:
     """The answers' headers that carry tokens, over all ModelServers, sorted."""
     used = {server.spec.picker_config for server in snapshot.servers}
     names = set[str | None]()

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from extproc.api.authentication import ApiKey, Authentication
     from extproc.api.budgets import Budget
     from extproc.api.config_snapshot import Snapshot
-    from extproc.api.cost_tiers import TierOverrides, Tiers
+    from extproc.api.cost_tiers import CostTierRouting, TierOverrides
     from extproc.api.model_route import ModelRouteSpec, RouteRule
     from extproc.api.model_server import ModelServerSpec
-    from extproc.api.picker_config import PickerCheck, PickerFile
+    from extproc.api.picker_config import PickerConfigChecker, PickerFile
     from extproc.api.slo import Slo
 
 # Of 128, some 40 are for the bundle's own files and endpoints.
@@ -111,7 +111,7 @@ def main(words: list[str], prog: str = "extproc check") -> int:
             *unpriced_servers(snapshot),
             *mixed_currencies(snapshot),
             *payload_logs_without_effect(snapshot),
-            *incomplete_guards(snapshot),
+            *guards_without_effect(snapshot),
             *ineffective_response_caches(snapshot),
             *tiers_without_effect(snapshot),
             *fallbacks_without_effect(snapshot),
@@ -333,10 +333,10 @@ def _problem_of(file: Path) -> str:
 
 
 class _InstalledPlugins:
-    """A PickerCheck with the installed plugins, which are loaded once, and only if there is a file."""
+    """A PickerConfigChecker with the installed plugins, which are loaded once, and only if there is a file."""
 
     def __init__(self) -> None:
-        self._check: PickerCheck | None = None
+        self._check: PickerConfigChecker | None = None
 
     def __call__(self, file: PickerFile) -> Sequence[str]:
         """Notes on parts of the file without effect here; raises ConfigInvalid with every mistake."""
@@ -529,7 +529,7 @@ def ineffective_response_caches(snapshot: Snapshot) -> Iterator[str]:
             yield f"{what} never answers, as bodies of requests with protocol {' or '.join(sorted(known))} are not read"
 
 
-def incomplete_guards(snapshot: Snapshot) -> Iterator[str]:
+def guards_without_effect(snapshot: Snapshot) -> Iterator[str]:
     """Guards of which one half is missing: where they are, or whose requests they get."""
     known, named = [one.name for one in snapshot.gateway.guards], set[str]()
     for route in snapshot.routes:
@@ -675,7 +675,7 @@ def _reached(leads: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def _tier_notes(rule: RouteRule, servers: Mapping[str, ModelServerSpec], without_queue: set[str]) -> Iterator[str]:
-    every: Sequence[Tiers | TierOverrides] = () if rule.tiers is None else (rule.tiers, *rule.tiers.classes)
+    every: Sequence[CostTierRouting | TierOverrides] = () if rule.tiers is None else (rule.tiers, *rule.tiers.classes)
     for key, spec in servers.items():
         if not spec.pricing:
             yield f"ModelServer {key} has no price, and counts as the dearest; write pricing"

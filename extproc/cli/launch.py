@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _NOTICE_S: Final = 3.0
 
 
-def serve(options: argparse.Namespace, directory: ConfigSource, snapshot: Snapshot) -> int:
+def run_process_until_signal(options: argparse.Namespace, directory: ConfigSource, snapshot: Snapshot) -> int:
     """Run one process until a signal; exit status 2 if it cannot start."""
     worker = None if options.worker is None else msgspec.json.decode(options.worker, type=WorkerSettings)
     if worker is not None:

@@ -14,7 +14,7 @@ import msgspec
 
 from extproc.api.addresses import parse_endpoint
 from extproc.api.spec import qualified_key
-from extproc.api.status_pages import RESET_PATH
+from extproc.api.status_page_contents import RESET_PATH
 from extproc.cli.common import fetch_page, to_printable
 
 _TIMEOUT_S: Final = 5.0

@@ -78,7 +78,7 @@ def main(words: list[str], prog: str = "extproc") -> int:
         return supervise(options, words)
     from extproc.cli import launch  # noqa: PLC0415 - loads gRPC: not before all options are known to be right
 
-    return launch.serve(options, directory, snapshot)
+    return launch.run_process_until_signal(options, directory, snapshot)
 
 
 def _await_worker() -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.addresses import parse_endpoint
-from extproc.api.status_pages import SLO_PATH, SloObjectiveCounts
+from extproc.api.status_page_contents import SLO_PATH, SloObjectiveCounts
 from extproc.cli.common import fetch_page, to_printable
 from extproc.cli.top_view import UNBOUNDED, format_table
 from extproc.metrics.slo_attainment import Attainment, merge_attainments

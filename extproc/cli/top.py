@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.api.addresses import parse_endpoint
 from extproc.api.quantities import Duration
-from extproc.api.status_pages import ConfigReport
+from extproc.api.status_page_contents import ConfigReport
 from extproc.cli.common import fetch_page, to_printable
 from extproc.cli.top_view import MODEL_MISSING, UNBOUNDED, MetricsSnapshot, render
 

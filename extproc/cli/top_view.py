@@ -166,7 +166,8 @@ class EngineState(msgspec.Struct, frozen=True):
 def engine_states(now: MetricsSnapshot) -> list[EngineState]:
     """Of all endpoints of the configuration."""
     return [
-        _state(now, server, endpoint) for server, endpoint in now.values_of("attache_in_flight", "server", "endpoint")
+        _state(now, server, endpoint)
+        for server, endpoint in now.label_values("attache_in_flight", "server", "endpoint")
     ]
 
 
@@ -175,13 +176,13 @@ def _state(now: MetricsSnapshot, server: str, endpoint: str) -> EngineState:
     return EngineState(
         server,
         endpoint,
-        tuple(reason for (reason,) in now.values_of("attache_endpoint_avoided", "reason", **where)),
+        tuple(reason for (reason,) in now.label_values("attache_endpoint_avoided", "reason", **where)),
         now.get("attache_endpoint_avoided_since_timestamp_seconds", **where),
         now.get("attache_engine_report_age_seconds", **where),
         is_read=now.sum("attache_engine_reports_total", server=server) > 0,
         interval_s=now.get("attache_engine_report_interval_seconds", server=server) or 0.0,
-        missing_model=next((model for (model,) in now.values_of(MODEL_MISSING, "model", **where)), ""),
-        role=next((role for (role,) in now.values_of("attache_endpoint_role", "role", **where)), ""),
+        missing_model=next((model for (model,) in now.label_values(MODEL_MISSING, "model", **where)), ""),
+        role=next((role for (role,) in now.label_values("attache_endpoint_role", "role", **where)), ""),
         breaker=now.get("attache_breaker_state", **where) or 0.0,
     )
 
@@ -345,7 +346,7 @@ def _refused_directory(now: MetricsSnapshot, width: int) -> list[str]:
 def _failing_servers(now: MetricsSnapshot, width: int) -> list[str]:
     """A paragraph for each ModelServer whose breaker is not closed, and an empty line."""
     lines: list[str] = []
-    for (server,) in now.values_of("attache_breaker_state", "server", endpoint=""):
+    for (server,) in now.label_values("attache_breaker_state", "server", endpoint=""):
         state = now.get("attache_breaker_state", server=server, endpoint="")
         if state:
             text = (
@@ -363,7 +364,7 @@ def _failing_plugins(now: MetricsSnapshot, rate: Callable[..., float], width: in
     texts = [
         f"plugin {plugin} of {server} has failed {now.sum(name, server=server, plugin=plugin):.0f} times "
         f"({rate(name, server=server, plugin=plugin):.1f}/s): requests are decided without it; see extproc's log"
-        for server, plugin in now.values_of(name, "server", "plugin")
+        for server, plugin in now.label_values(name, "server", "plugin")
     ]
     lines = [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
     return [*lines, ""] if lines else []
@@ -379,7 +380,7 @@ def _answers(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> li
             *(f"{rate(name, server=server, status_class=one):.1f}" for one in ("2xx", "4xx", "5xx", "none")),
             f"{rate(name, server=server, first_choice='no'):.1f}",
         ]
-        for (server,) in now.values_of("attache_picks_total", "server")
+        for (server,) in now.label_values("attache_picks_total", "server")
     ]
     return format_table(
         ["SERVER", "PICKS/S", "2XX/S", "4XX/S", "5XX/S", "NO ANSWER/S", "FALLBACKS/S"], rows, width=width
@@ -390,7 +391,7 @@ def _caches(now: MetricsSnapshot, rate: Callable[..., float], width: int) -> lis
     """What the response cache of each route does."""
     name = "attache_response_cache_lookups_total"
     rows = []
-    for (route,) in now.values_of(name, "route"):
+    for (route,) in now.label_values(name, "route"):
         hits, misses, passed = (rate(name, route=route, result=one) for one in ("hit", "miss", "bypass"))
         share = f"{hits / (hits + misses):.0%}" if hits + misses else "-"
         rows.append([route, f"{hits:.1f}", f"{misses:.1f}", f"{passed:.1f}", share])
@@ -409,7 +410,7 @@ def _queues(before: MetricsSnapshot, now: MetricsSnapshot, rate: Callable[..., f
             f"{rate('attache_queue_waits_total', server=server, band=band, outcome='left'):.1f}",
             f"{now.sum('attache_saturation', server=server):.0%}",
         ]
-        for server, band in now.values_of("attache_queue_waiting", "server", "band")
+        for server, band in now.label_values("attache_queue_waiting", "server", "band")
     ]
     heads = ["SERVER", "BAND", "WAITING", "SENT/S", "MEAN WAIT", "TIMEOUTS/S", "LEFT/S", "SATURATION"]
     return format_table(heads, rows, width=width, expendable=("LEFT/S", "SENT/S", "TIMEOUTS/S"))
@@ -420,7 +421,7 @@ def _rate(before: MetricsSnapshot, now: MetricsSnapshot, seconds: float, name: s
 
 
 def _tenants(now: MetricsSnapshot, rate: Callable[..., float], most: int, width: int) -> list[str]:
-    names = [name for (name,) in now.values_of("attache_tenant_requests_total", "tenant")]
+    names = [name for (name,) in now.label_values("attache_tenant_requests_total", "tenant")]
     service = {name: rate("attache_tenant_service_tokens_total", tenant=name) for name in names}
     whole = sum(service.values())
     rows = [
@@ -443,7 +444,7 @@ def _budgets(now: MetricsSnapshot, most: int, width: int) -> list[str]:
     name = "attache_budget_used_ratio"
     found = [
         (now.get(name, budget=budget, unit=unit, caller=caller) or 0.0, budget, caller, unit)
-        for budget, unit, caller in now.values_of(name, "budget", "unit", "caller")
+        for budget, unit, caller in now.label_values(name, "budget", "unit", "caller")
     ]
     rows = [
         [budget, caller or "(all)", _UNITS.get(unit, unit), f"{used:.0%}"]
@@ -499,7 +500,7 @@ class MetricsSnapshot:
         found = self._having(name, labels)
         return sum(value for _, value in found) if found else None
 
-    def values_of(self, name: str, *labels: str, **where: str) -> list[tuple[str, ...]]:
+    def label_values(self, name: str, *labels: str, **where: str) -> list[tuple[str, ...]]:
         """All values of some labels, in order. ``where``: labels that the series have."""
         return sorted({tuple(series.get(label, "") for label in labels) for series, _ in self._having(name, where)})
 

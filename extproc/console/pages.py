@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
-from extproc.api.status_pages import CONSOLE_PATH
+from extproc.api.status_page_contents import CONSOLE_PATH
 from extproc.console.api_keys import keys_answer
 from extproc.console.process_view import ConsoleInputs, ConsoleQuery, ProcessView, console_state
 from extproc.console.slo import objectives_answer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
     from extproc.api.authentication import ApiKey
-    from extproc.api.status_pages import ConfigReport
+    from extproc.api.status_page_contents import ConfigReport
     from extproc.core.core import Core
     from extproc.metrics.request_metrics import Metrics
 
@@ -68,7 +68,7 @@ _USAGE_PARAMETERS: Final = frozenset(
 _ANY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - another worker listens there, too
 
 
-class ConsoleWorker(msgspec.Struct, frozen=True):
+class ConsoleWorkerInfo(msgspec.Struct, frozen=True):
     """``address``: where this worker's pages are; ``worker`` of ``workers``: its number, from 0; the ports of all are
     consecutive. ``has_explain``: /debug/explain is there. ``usage_api``: URL of ``attache usage serve``,
     ``manager``: of the manager's pages.
@@ -129,7 +129,7 @@ class ConsolePages:
         wall_clock: Callable[[], float],
         is_ready: Callable[[], bool],
         report: Callable[[], ConfigReport],
-        place: ConsoleWorker,
+        place: ConsoleWorkerInfo,
     ) -> None:
         self._core = core
         self._metrics = metrics

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 import numpy as np
 
-from extproc.api.status_pages import ConfigReport
+from extproc.api.status_page_contents import ConfigReport
 from extproc.core.explanation import why_avoided
 from extproc.core.request_states import IN_FLIGHT, WAITING, RequestState
 from extproc.endpoints.health import silent_after_s
@@ -366,7 +366,7 @@ def _count_requests(core: Core, now: float) -> Generator[None, None, _Held]:
     for number, record in enumerate(core.records()):
         if number % _AT_ONCE == 0:
             yield
-        if not record.is_ours:
+        if not record.is_decided_here:
             continue
         if record.state in WAITING and record.arrival is not None:
             arrival = record.arrival

@@ -13,7 +13,7 @@ from extproc.metrics.slo_attainment import merge_attainments
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from extproc.api.status_pages import SloObjectiveCounts
+    from extproc.api.status_page_contents import SloObjectiveCounts
 
 _MOST: Final = 50
 _MOST_WORST: Final = 20

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
-from extproc.api.status_pages import CONSOLE_PATH
+from extproc.api.status_page_contents import CONSOLE_PATH
 from extproc.api.untrusted_files import read_token
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from extproc.core.effects import (
     AskGuard,
     AskLimits,
     AskPromptTokens,
-    CacheLookup,
+    CacheLookupResult,
     ClientLeft,
     Decision,
     Effect,
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Collection, Mapping
 
-    from extproc.admission.route_guards import RouteGuardConfig
+    from extproc.admission.guard_services_by_route import RouteGuardConfig
     from extproc.core.dispatch import Dispatcher
     from extproc.core.fallback import FallbackPlanner
     from extproc.core.flow_control import AdmissionController
@@ -286,7 +286,7 @@ class AdmissionPipeline:
         """
         arrival = record.arrival_before_dispatch
         candidates = arrival.candidates
-        if candidates is None or not arrival.pool.is_full(now):
+        if candidates is None or not arrival.pool.is_provider_full(now):
             return
         if arrival.destination.rule.tiers is not None or candidates.targets.sticky is not None:
             return
@@ -651,7 +651,7 @@ class AdmissionPipeline:
         try:
             found = self.caches.lookup(record.arrival_before_dispatch, record.attachment, record.ticket, now)
         except StoredAnswer:
-            out.append(CacheLookup(record.arrival_before_dispatch.destination.route, "hit"))
+            out.append(CacheLookupResult(record.arrival_before_dispatch.destination.route, "hit"))
             grants, record.grants = record.grants, ()
             self._accounts.settle_grants(grants, NO_USAGE, now, out)
             raise

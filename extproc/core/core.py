@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from extproc.admission.guard_services_by_route import guards_by_route
 from extproc.admission.identity import CacheIsolation, IdentityResolver
 from extproc.admission.model_access import Authorizer
 from extproc.admission.rate_limits import Grant
-from extproc.admission.route_guards import guards_by_route
 from extproc.admission.slo_classes import ObjectiveTable
 from extproc.api.config_snapshot import kv_event_source_count, scrape_interval_factor
 from extproc.core.admission_pipeline import AdmissionPipeline
@@ -27,7 +27,7 @@ from extproc.core.flow_control import AdmissionController
 from extproc.core.guard_decisions import GuardStopped
 from extproc.core.limit_accounting import NO_OTHERS, LimitAccounting, LimitLevelExchange
 from extproc.core.mirror import PercentMirrorSampler
-from extproc.core.orphaned_requests import OrphanedRequests, process_of_ticket
+from extproc.core.orphaned_request_charges import OrphanedRequests, process_of_ticket
 from extproc.core.outcome_feedback import apply_adapter_change, apply_engine_report
 from extproc.core.peer_events import (
     MOST_SHARED_BYTES,
@@ -70,13 +70,13 @@ if TYPE_CHECKING:
     from extproc.admission.token_buckets import BucketLevel
     from extproc.api.config_snapshot import Snapshot
     from extproc.api.payload_log import PayloadLog
-    from extproc.api.status_pages import EndpointLoad, ProcessDemand
+    from extproc.api.status_page_contents import EndpointLoad, ProcessDemand
     from extproc.core.admission_pipeline import Answer
     from extproc.core.effects import RequestEffect
     from extproc.core.explanation import Explanation
     from extproc.core.guard_decisions import GuardFailed, GuardReply
     from extproc.core.limit_accounting import MachineGrantLedger
-    from extproc.core.orphaned_requests import OrphanedOutcome
+    from extproc.core.orphaned_request_charges import OrphanedOutcome
     from extproc.core.peer_events import EventBatch
     from extproc.core.request_record import Arrival, GatewayProperties, Outcome, RequestHead, WorkResult
     from extproc.core.response_cache import AnswerStore, Kind
@@ -395,7 +395,7 @@ class Core:
     def has_no_record(self, ticket: str) -> bool:
         """Whether no request of this process has the ticket."""
         record = self._records.get(ticket)
-        return (record is None or not record.is_ours) and process_of_ticket(ticket) != self.process_name
+        return (record is None or not record.is_decided_here) and process_of_ticket(ticket) != self.process_name
 
     def on_orphaned_outcome(self, orphan: OrphanedOutcome, now: float) -> list[Effect]:
         """The outcome of a request came that another process has decided: that one settles it, or it is gone."""
@@ -465,7 +465,7 @@ class Core:
                 is_counted = self._running.count_remote_request(event, origin, self.pools.get(event.server), gate, now)
                 self.peer_view.add_request(origin, event.ticket, is_counted=is_counted)
             case RequestPrefilled():
-                self._running.on_prefilled(event, now, out)
+                self._running.on_peer_prefill_ended(event, now, out)
             case RequestEnded() if self.peer_view.remove_request(origin, event.ticket):
                 self._running.finish_remote([event.ticket], now, out, is_moved=event.is_moved)
 

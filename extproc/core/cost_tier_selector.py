@@ -71,7 +71,7 @@ class TierSelector:
             if judged is not None:
                 found.append((one, judged))
         # a provider that reports that it is full takes requests if all are
-        found = [one for one in found if not one[0].pool.is_full(now)] or found
+        found = [one for one in found if not one[0].pool.is_provider_full(now)] or found
         if not found:
             return None
         candidates = tuple(candidate for _, candidate in found)

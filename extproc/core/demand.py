@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from extproc.api.status_pages import EngineDemand, ProcessDemand, RequestCounters, ServerDemand
+from extproc.api.status_page_contents import EngineDemand, ProcessDemand, RequestCounters, ServerDemand
 from extproc.core.demand_counters import NEVER, InFlightLoad, ModelMeter, ServerMeter, WaitingRequest, add_model_meter
 from extproc.core.request_states import RequestState
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, next_notify_threshold
+from extproc.api.status_page_contents import TPOT_BOUNDS_S, TTFT_BOUNDS_S, unfinished_notify_threshold
 from extproc.core.request_states import RequestState
 
 NEVER: Final = sys.maxsize
@@ -45,7 +45,7 @@ class ServerMeter(msgspec.Struct):
     waiting_tokens: float = 0.0
     in_flight: dict[str, InFlightLoad] = {}
     running: int = 0
-    notify_at: int = next_notify_threshold(0)
+    notify_at: int = unfinished_notify_threshold(0)
 
     @property
     def unfinished(self) -> int:

@@ -30,7 +30,7 @@ from extproc.core.effects import (
 from extproc.core.explanation import MOST_EXPLAINED, Explanation, explain_pick
 from extproc.core.outcome_feedback import SWEEP_S, SilentEngineSweep
 from extproc.core.peer_events import RequestStarted
-from extproc.core.remote_prefill import ConcurrentPrefill, RemotePrefill, make_prefill_effect, why_not_disaggregated
+from extproc.core.remote_prefill import ConcurrentPrefill, RemotePrefillTask, make_prefill_effect, why_not_disaggregated
 from extproc.core.request_record import NO_RESERVES, DispatchedRequest, PrefillLegResult, RequestRecord, SentRequest
 from extproc.core.request_states import WAITING, RequestEvent, RequestState
 from extproc.core.slo_verdicts import judge_client_left, judge_refusal
@@ -133,7 +133,7 @@ class Dispatcher:
         self._has_peers = has_peers
         self._overdue = SilentEngineSweep(records)
         # one for each record in state PREFILLING
-        self.legs: dict[str, tuple[RemotePrefill, PendingDecision]] = {}
+        self.legs: dict[str, tuple[RemotePrefillTask, PendingDecision]] = {}
         # those that have not ended; None: the decode engine is asked to end the request
         self.beside: dict[str, ConcurrentPrefill | None] = {}
         # the configuration has a usage log
@@ -436,17 +436,17 @@ def _pending(
     return PendingDecision(adds_usage, explanation, whole, mirror)
 
 
-def _leg_of(record: RequestRecord, considered: UncommittedPick, base: BodyChanges) -> RemotePrefill | None:
+def _leg_of(record: RequestRecord, considered: UncommittedPick, base: BodyChanges) -> RemotePrefillTask | None:
     """The leg that extproc makes, None if it makes none."""
     arrival = record.arrival_before_dispatch
     protocol, row, table = arrival.pool.prefill_protocol, considered.pick.prefill_row, arrival.pool.table
     if protocol is None or row is None:
         return None
     decode, work = table.endpoint_ref(considered.pick.rows[0]), float(considered.expectation.demand.work[row])
-    return RemotePrefill(protocol, record.ticket, arrival, base, table.addresses[row], decode, work)
+    return RemotePrefillTask(protocol, record.ticket, arrival, base, table.addresses[row], decode, work)
 
 
-def _body_beside(leg: RemotePrefill) -> bytes | None:
+def _body_beside(leg: RemotePrefillTask) -> bytes | None:
     """For an engine that gets the request beside its leg. While another one computes the prompt first, it is not kept
     twice.
     """

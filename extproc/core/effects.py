@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, TypeVar
 import msgspec
 
 from extproc.admission.flow_queues import QueuedRequest
+from extproc.admission.guard_services_by_route import RouteGuardConfig
 from extproc.admission.rate_limits import NO_USAGE, Charge, Grant, RequestUsage
-from extproc.admission.route_guards import RouteGuardConfig
 from extproc.admission.slo_classes import ObjectiveClass
 from extproc.api.usage_log import UsageContext, UsageLine
 from extproc.core.explanation import Explanation
@@ -20,8 +20,8 @@ from extproc.core.request_record import (
     NO_WAITS,
     AdapterLoadResult,
     Arrival,
-    Attempts,
     Outcome,
+    PlannedAttempts,
     PrefillLegResult,
     SloForecast,
 )
@@ -88,7 +88,7 @@ class Decision(msgspec.Struct, frozen=True):
     body: bytes | None
     history: RequestHistory = RequestHistory()
     grants: tuple[Grant, ...] = ()
-    attempts: Attempts | None = None
+    attempts: PlannedAttempts | None = None
     adds_usage: bool = False
     checks_refusal: bool = False
     policy: str = ""
@@ -164,7 +164,7 @@ class GuardAnswered(msgspec.Struct, frozen=True):
         return self.result in VERDICTS
 
 
-class CacheLookup(msgspec.Struct, frozen=True):
+class CacheLookupResult(msgspec.Struct, frozen=True):
     """A request of a route with a response cache was looked up, or was not. ``why``: of a bypass."""
 
     route: str
@@ -437,7 +437,7 @@ Effect = (
     | AskLimits
     | AskGuard
     | GuardAnswered
-    | CacheLookup
+    | CacheLookupResult
     | CacheStoreAttempted
     | AskPromptTokens
     | EngineNeeded

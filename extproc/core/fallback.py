@@ -24,7 +24,7 @@ from extproc.core.dispatch import (
     fallback_token_limits,
     prompt_of,
 )
-from extproc.core.request_record import Attempts, FallbackExpectation, FallbackPlan, FallbackState, SentRequest
+from extproc.core.request_record import FallbackExpectation, FallbackPlan, FallbackState, PlannedAttempts, SentRequest
 from extproc.refusals import Refusal
 from extproc.request.json_rewrite import spans_of_fields
 from extproc.request.prefill_protocols import truncates_prompt
@@ -157,7 +157,7 @@ class FallbackPlanner:
         degraded = [one.server for one in fallbacks.chain if one.as_fallback.is_degraded and one.server in reserves]
         if arrival.destination.as_fallback.is_degraded:
             degraded.append(own.name)
-        attempts = Attempts(
+        attempts = PlannedAttempts(
             servers=tuple(servers),
             addresses=tuple(addresses),
             degraded=tuple(degraded),
@@ -185,7 +185,7 @@ class FallbackPlanner:
 
     def _is_full(self, fallback: Destination, now: float) -> bool:
         pool = self._builder.pools.get(fallback.server)
-        return pool is not None and pool.is_full(now)
+        return pool is not None and pool.is_provider_full(now)
 
     def _in_order(self, chain: Sequence[Destination], now: float) -> Sequence[Destination]:
         """``chain``, with providers that report that they are full behind the others."""

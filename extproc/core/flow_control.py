@@ -152,7 +152,7 @@ class AdmissionController:
         """Those that all budgets need."""
         return usage_queries(self._budget_groups(), wall_s, has_keys=bool(self._key_owners))
 
-    def budget_account_identities(self) -> set[tuple[str, str, str, str]]:
+    def budget_account_settings(self) -> set[tuple[str, str, str, str]]:
         """What the accounts of all budgets depend on: name, whose they are, window and time zone."""
         every = (one for group in self._budget_groups() for one in group)
         return {(one.name, one.budget.per, one.budget.window, one.budget.time_zone) for one in every}

@@ -18,7 +18,7 @@ from extproc.request.json_rewrite import has_unambiguous_names, with_changes
 from extproc.wire_names import ANONYMOUS
 
 if TYPE_CHECKING:
-    from extproc.admission.route_guards import RouteGuardConfig
+    from extproc.admission.guard_services_by_route import RouteGuardConfig
     from extproc.core.request_builder import RequestBuilder
 
 _LONGEST_TEXT: Final = 1000

@@ -182,7 +182,7 @@ class LimitAccounting:
         if run is not None and run.gate is not None and queued is not None:
             tokens = 0.0 if used is None else used.input_tokens + used.output_tokens
             run.gate.on_request_ended(queued, service - run.charged, tokens=tokens, now=now)
-        if record.is_ours:
+        if record.is_decided_here:
             grants, record.grants = record.grants, ()
             self.settle_grants(grants, used, now, out)
 

@@ -200,7 +200,9 @@ def _check_refusal(run: DispatchedRequest, outcome: Outcome, now: float, out: li
         _count(run, served_row, UNKNOWN_PASS, _failure_of(run, outcome, served_row), now, out)
 
 
-def record_fallback(run: DispatchedRequest, outcome: Outcome, now: float, out: list[Effect], *, is_ours: bool) -> None:
+def record_attempt_outcomes(
+    run: DispatchedRequest, outcome: Outcome, now: float, out: list[Effect], *, is_ours: bool
+) -> None:
     """Another ModelServer has answered: the endpoints of all attempts before have failed, or refused the prompt.
 
     Of times nothing is learned, as they count from the request's arrival.

@@ -32,7 +32,7 @@ from extproc.core.effects import (
 from extproc.core.peer_events import RequestPrefilled
 from extproc.core.remote_prefill import (
     PrefillVerdict,
-    RemotePrefill,
+    RemotePrefillTask,
     end_remote_prefill,
     judge_prefill,
     make_prefill_effect,
@@ -61,7 +61,7 @@ _GRACE_S: Final = 1.0
 class NextPrefillAttempt(msgspec.Struct, frozen=True):
     """Another engine is asked for a prefill."""
 
-    leg: RemotePrefill
+    leg: RemotePrefillTask
     ask: Prefill
 
 
@@ -192,7 +192,7 @@ class PrefillCompletion:
         is_done, record = judged.outcome == "prefilled", self._records.get(ticket)
         leg = PrefillLegResult(asked.address, judged.outcome, took_s, judged.detail)
         out.append(PrefillEnded(ticket, asked.arrival.pool.name, leg, goes_on=is_done, is_beside=True))
-        if record is None or record.run is None or not record.is_ours:
+        if record is None or record.run is None or not record.is_decided_here:
             # it is over, and its ticket may be that of a request elsewhere
             return
         run = record.run
@@ -219,7 +219,7 @@ class PrefillCompletion:
 
 
 def _judge(
-    asked: RemotePrefill, result: PrefillResult, now: float, out: list[Effect], *, lease_s: float = 0.0
+    asked: RemotePrefillTask, result: PrefillResult, now: float, out: list[Effect], *, lease_s: float = 0.0
 ) -> PrefillVerdict:
     judge = partial(judge_prefill, asked, result, age_s=now - result.answered_at_s, lease_s=lease_s)
     return run_or_report_fault(out, "the answer to a prefill could not be used", judge) or PrefillVerdict("unreadable")
@@ -244,7 +244,7 @@ def _decode_of(
 
 
 def _next_of(
-    record: RequestRecord, asked: RemotePrefill, judged: PrefillVerdict, now: float, out: list[Effect]
+    record: RequestRecord, asked: RemotePrefillTask, judged: PrefillVerdict, now: float, out: list[Effect]
 ) -> NextPrefillAttempt | None:
     """After a failure; None: ``onPrefillFailure`` decides, or there is no need."""
     if judged.outcome in {"prefilled", "refused"} or now >= record.answer_by_s:

@@ -68,7 +68,7 @@ _SHARE_OF_UNKNOWN: Final = 0.5
 _STATUSES: Final = {"unreachable": 503, "timeout": 504, "unreadable": 502, "no_parameters": 502}
 
 
-class RemotePrefill(msgspec.Struct, frozen=True):
+class RemotePrefillTask(msgspec.Struct, frozen=True):
     """A prefill that is to be made at the engine at ``address``, for the request with this ticket.
 
     ``base``: what changes of the client's body, whichever engine gets it. ``decode``: the engine that was picked to
@@ -97,7 +97,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
         own = _sendable(self.arrival.head.headers, REQUEST_ID) or self.ticket
         return f"{own}-{self.ticket}" if self.protocol.joins_by_request_id else own
 
-    def at_address(self, address: str) -> RemotePrefill:
+    def at_address(self, address: str) -> RemotePrefillTask:
         """The same, at another engine."""
         return msgspec.structs.replace(self, address=address, failed=(*self.failed, self.address))
 
@@ -137,7 +137,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
 class ConcurrentPrefill(msgspec.Struct, frozen=True):
     """A leg whose decode engine has the request, too, since ``since_s``."""
 
-    leg: RemotePrefill
+    leg: RemotePrefillTask
     since_s: float
 
 
@@ -148,7 +148,7 @@ def why_not_disaggregated(arrival: Arrival, protocol: PrefillProtocol) -> str:
     return why_body_not_disaggregated(arrival.request, arrival.body, protocol)
 
 
-def make_prefill_effect(leg: RemotePrefill, record: RequestRecord, now: float) -> Prefill:
+def make_prefill_effect(leg: RemotePrefillTask, record: RequestRecord, now: float) -> Prefill:
     """What is asked of the engine. The request is answered within the time of the prefill, if not earlier."""
     arrival, group, is_beside = leg.arrival, leg.arrival.pool.spec.pd_group, leg.protocol.is_beside
     most_s = math.inf if group is None else float(group.prefill_timeout)
@@ -208,7 +208,7 @@ class PrefillVerdict(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-def judge_prefill(leg: RemotePrefill, result: PrefillResult, *, age_s: float, lease_s: float) -> PrefillVerdict:
+def judge_prefill(leg: RemotePrefillTask, result: PrefillResult, *, age_s: float, lease_s: float) -> PrefillVerdict:
     """``age_s``: of the answer."""
     if result.failure or result.status != 200:
         return _judge_failure(result)
@@ -253,7 +253,7 @@ def prefill_outcome(judged: PrefillVerdict, result: PrefillResult, address: str,
     )
 
 
-def outcome_of_client_left(leg: RemotePrefill, duration_s: float) -> Outcome:
+def outcome_of_client_left(leg: RemotePrefillTask, duration_s: float) -> Outcome:
     """Of a request whose client has left while its prompt was computed."""
     return Outcome(
         ticket=leg.ticket,
@@ -279,7 +279,7 @@ def end_remote_prefill(
         return
     if event.outcome is not None:
         # what is learned is an estimate; what is counted must be undone
-        learn = partial(_learn, _run_of_leg(run), event.outcome, now, out, is_ours=record.is_ours)
+        learn = partial(_learn, _run_of_leg(run), event.outcome, now, out, is_ours=record.is_decided_here)
         run_or_report_fault(out, "a prefill could not be learned from", learn)
     if event.next:
         run.assignment, run.pins = pool.move_prefill(before, run.pins, run.sent.chain, event.next, now)

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Caller, Subject
+from extproc.admission.identity import ANONYMOUS_CALLER, ANONYMOUS_SUBJECT, Caller, CallerIdentity
 from extproc.admission.model_access import AccessRequest, Authorizer
 from extproc.api.spec import STEPS_LISTENER
 from extproc.core.request_record import AllowedTargets, Arrival, RequestHead
@@ -76,7 +76,7 @@ class CallerAccess(msgspec.Struct, frozen=True):
 
     authorizer: Authorizer
     routing: RoutingTable
-    subject: Subject
+    subject: CallerIdentity
     head: RequestHead
 
     def may_use(self, model: str | None, destination: Destination) -> bool:
@@ -200,7 +200,7 @@ class RequestBuilder:
             return None
         return CallerAccess(self._authorizer, self._routing, self._subject_of(head), head)
 
-    def _subject_of(self, head: RequestHead) -> Subject:
+    def _subject_of(self, head: RequestHead) -> CallerIdentity:
         return self._identities.resolve_subject(head.headers, head.claims) if head.is_trusted else ANONYMOUS_SUBJECT
 
     def check_head(self, head: RequestHead) -> Api | ModelPath:

@@ -12,9 +12,9 @@ import msgspec
 
 from extproc.admission.fair_queue import FlowControlGate
 from extproc.admission.flow_queues import QueuedRequest
+from extproc.admission.guard_services_by_route import RouteGuardConfig
 from extproc.admission.identity import ANONYMOUS_CALLER, Caller
 from extproc.admission.rate_limits import NO_USAGE, Charge, Grant, RequestUsage
-from extproc.admission.route_guards import RouteGuardConfig
 from extproc.admission.slo_classes import ObjectiveClass
 from extproc.admission.token_estimates import InputEstimate
 from extproc.api.charged_tokens import AnswerOutcome, ExpectedTokens, used_tokens
@@ -309,7 +309,7 @@ class FallbackExpectation(msgspec.Struct, frozen=True):
     limits: Mapping[str, int] = {}
 
 
-class Attempts(msgspec.Struct, frozen=True):
+class PlannedAttempts(msgspec.Struct, frozen=True):
     """All attempts that Envoy may make. ``servers``, ``addresses``: one of each for each attempt. ``degraded``: the
     ModelServers whose answers are marked. ``splice``: where the model's name stands in the body, empty if all have the
     same. ``salt``: where its cache salt stands, which providers do not get; empty if it has none, or no provider is
@@ -342,7 +342,7 @@ class FallbackPlan(msgspec.Struct, frozen=True):
     each fallback of the rule, in words.
     """
 
-    attempts: Attempts | None
+    attempts: PlannedAttempts | None
     reserves: Mapping[str, FallbackExpectation]
     states: tuple[FallbackState, ...]
 
@@ -390,7 +390,7 @@ class DispatchedRequest(msgspec.Struct):
     is_part: bool = False
     leg: PrefillLegResult | None = None
     is_aborted: bool = False
-    attempts: Attempts | None = None
+    attempts: PlannedAttempts | None = None
     reserves: Mapping[str, FallbackExpectation] = NO_RESERVES
 
     def as_served_by_fallback(self, reserve: FallbackExpectation) -> DispatchedRequest:
@@ -554,6 +554,6 @@ class RequestRecord(msgspec.Struct):
         return self.arrival
 
     @property
-    def is_ours(self) -> bool:
+    def is_decided_here(self) -> bool:
         """Whether this process decides it."""
         return self.origin == OURS

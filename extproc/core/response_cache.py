@@ -20,7 +20,7 @@ from urllib.parse import quote
 import msgspec
 
 from extproc.core.dispatch import body_changes, changed_body
-from extproc.core.effects import CacheLookup
+from extproc.core.effects import CacheLookupResult
 from extproc.core.request_record import AnswerToStore
 from extproc.refusals import NotCached, StoredAnswer
 from extproc.request.json_rewrite import raw_top_level_fields
@@ -275,7 +275,7 @@ class AnswerStore:
             heapq.heappop(self._largest)
 
 
-class AwaitedAnswer(msgspec.Struct, frozen=True):
+class PendingCacheEntry(msgspec.Struct, frozen=True):
     """What becomes of the answer to a request of ``route`` that was not found. ``revisions``: of the engines of
     ``server`` at that time.
     """
@@ -298,7 +298,7 @@ class ResponseCaches:
         # by the key of the ModelRoute
         self._specs: dict[str, ResponseCache] = {}
         # by ticket, oldest first
-        self._awaited: OrderedDict[str, AwaitedAnswer] = OrderedDict()
+        self._awaited: OrderedDict[str, PendingCacheEntry] = OrderedDict()
 
     @property
     def has_per_caller_answers(self) -> bool:
@@ -314,7 +314,7 @@ class ResponseCaches:
 
     def lookup(
         self, arrival: Arrival, attachment: GatewayProperties, ticket: str, now: float
-    ) -> tuple[CacheLookup, AnswerToStore | None] | None:
+    ) -> tuple[CacheLookupResult, AnswerToStore | None] | None:
         """What was found, and what to do with the answer; None: the route has no cache.
 
         Raises StoredAnswer if it is here, and NotCached if it is not and the client wants no other.
@@ -336,13 +336,13 @@ class ResponseCaches:
             raise NotCached("No stored answer fits this request, and it has 'cache-control: only-if-cached'.")
         api = arrival.request.api
         if why or key is None or api is None:
-            return CacheLookup(route, "bypass", why), None
+            return CacheLookupResult(route, "bypass", why), None
         server, revisions = arrival.destination.server, arrival.pool.revisions
         most_bytes = int(spec.max_answer_bytes)
-        self._awaited[ticket] = AwaitedAnswer(route, server, revisions, key, float(spec.ttl), most_bytes, api)
+        self._awaited[ticket] = PendingCacheEntry(route, server, revisions, key, float(spec.ttl), most_bytes, api)
         if len(self._awaited) > _MOST_AWAITED:
             self._awaited.popitem(last=False)
-        return CacheLookup(route, "miss"), AnswerToStore(server, arrival.destination.model, most_bytes)
+        return CacheLookupResult(route, "miss"), AnswerToStore(server, arrival.destination.model, most_bytes)
 
     @staticmethod
     def _key_of(arrival: Arrival, attachment: GatewayProperties, spec: ResponseCache) -> tuple[CacheKey | None, str]:
@@ -356,11 +356,11 @@ class ResponseCaches:
         why = bypass_reason(request.api, fields, spec)
         return (cache_key(arrival, fields, spec), "") if why is None else (None, why)
 
-    def pop_awaited_answer(self, ticket: str) -> AwaitedAnswer | None:
+    def pop_awaited_answer(self, ticket: str) -> PendingCacheEntry | None:
         """Of a request of this process whose answer is here, once."""
         return self._awaited.pop(ticket, None)
 
-    def store_own_answer(self, awaited: AwaitedAnswer, kind: Kind, body: bytes, now: float) -> bool:
+    def store_own_answer(self, awaited: PendingCacheEntry, kind: Kind, body: bytes, now: float) -> bool:
         """Keep the answer if it is whole; returns whether it is kept."""
         if len(body) > awaited.most_bytes or not is_complete_answer(awaited.api, kind, body):
             return False

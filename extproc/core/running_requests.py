@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final
 from extproc.admission.fair_queue import weighted_tokens
 from extproc.admission.rate_limits import NO_USAGE
 from extproc.api.admission import FlowControl
-from extproc.api.status_pages import EndpointLoad
+from extproc.api.status_page_contents import EndpointLoad
 from extproc.core.demand import count_outcome, count_request_end
 from extproc.core.dispatch import count_remote_request, request_started_event
 from extproc.core.effects import Broadcast, Effect, OutcomeJoined, RequestSloJudged, run_or_report_fault
 from extproc.core.outcome_feedback import (
     forget_missing_adapter,
+    record_attempt_outcomes,
     record_endpoint_outcome,
-    record_fallback,
     release_untried_probes,
     update_estimates,
 )
@@ -72,7 +72,7 @@ class RunningRequests:
         """As the other processes were told of those that are in flight here."""
         for ticket in tickets:
             record = self._records.get(ticket)
-            if record is not None and record.run is not None and record.is_ours and record.state in IN_FLIGHT:
+            if record is not None and record.run is not None and record.is_decided_here and record.state in IN_FLIGHT:
                 yield request_started_event(record, record.run)
 
     def on_stream_closed(self, record: RequestRecord, run: DispatchedRequest, now: float, out: list[Effect]) -> None:
@@ -133,10 +133,10 @@ class RunningRequests:
         self._accounts.settle_request(record, None, 0.0, now, out)
         record.run, record.grants = None, grants
 
-    def on_prefilled(self, event: RequestPrefilled, now: float, out: list[Effect]) -> None:
+    def on_peer_prefill_ended(self, event: RequestPrefilled, now: float, out: list[Effect]) -> None:
         """The prefill of another process's request has ended."""
         record = self._records.get(event.ticket)
-        if record is not None and record.run is not None and record.state in IN_FLIGHT and not record.is_ours:
+        if record is not None and record.run is not None and record.state in IN_FLIGHT and not record.is_decided_here:
             end_remote_prefill(record, record.run, event, now, out)
 
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
@@ -158,13 +158,13 @@ class RunningRequests:
         if reserve is not None:
             # limits, prices and rows are of the ModelServer that has served it
             run = run.as_served_by_fallback(reserve)
-        if record.is_ours and run.objectives is not None:
+        if record.is_decided_here and run.objectives is not None:
             out.append(RequestSloJudged(run.objectives, judge_outcome(run.objectives, run, outcome)))
         self._close(record, run, outcome, now, out, fell_back_from="" if reserve is None else first)
 
     def local_tickets(self) -> list[str]:
         """The tickets of this process that are in flight."""
-        return [one.ticket for one in self._records.values() if one.is_ours and one.state in IN_FLIGHT]
+        return [one.ticket for one in self._records.values() if one.is_decided_here and one.state in IN_FLIGHT]
 
     def _close(
         self,
@@ -178,7 +178,7 @@ class RunningRequests:
     ) -> None:
         """Charge what it has used. ``fell_back_from``: the ModelServer before that of ``run``."""
         used, service = NO_USAGE, 0.0
-        if record.is_ours or run.gate is not None:
+        if record.is_decided_here or run.gate is not None:
             used = run.used_tokens(outcome)
             cached = run.assignment.cached_tokens if outcome.cached_tokens is None else outcome.cached_tokens
             control = _NO_CONTROL if run.gate is None else run.gate.control
@@ -193,7 +193,7 @@ class RunningRequests:
                 run.pool.name,
                 run.assignment,
                 outcome,
-                record.is_ours,
+                record.is_decided_here,
                 run.sent.tenant,
                 used,
                 service,
@@ -201,7 +201,7 @@ class RunningRequests:
                 currency="" if run.price is None else run.price.currency,
                 model=run.model if run.pool.has_model_name(run.model) else "",
                 waited_s=run.sent.waited_s,
-                times=answer_latencies(run, outcome) if record.is_ours and _is_answered(outcome) else None,
+                times=answer_latencies(run, outcome) if record.is_decided_here and _is_answered(outcome) else None,
                 objectives=run.objectives,
                 leg=run.leg,
                 prefilled_by=run.prefilled_by,
@@ -221,7 +221,7 @@ class RunningRequests:
         run.pool.release(run.assignment, run.pins, now)
         self._budgets.on_stream_closed(record.ticket, run)
         count_request_end(record, run)
-        if self._has_peers and record.is_ours:
+        if self._has_peers and record.is_decided_here:
             out.append(Broadcast(RequestEnded(record.ticket, is_moved)))
 
     def _forget(self, ticket: str, now: float, out: list[Effect]) -> None:
@@ -242,10 +242,10 @@ def _learn(record: RequestRecord, run: DispatchedRequest, outcome: Outcome, now:
         release_untried_probes(run)
         return
     if outcome.served_by not in {"", run.pool.name}:
-        record_fallback(run, outcome, now, out, is_ours=record.is_ours)
+        record_attempt_outcomes(run, outcome, now, out, is_ours=record.is_decided_here)
         return
     record_endpoint_outcome(run, outcome, now, out)
-    update_estimates(run, outcome, now, is_ours=record.is_ours, has_limits=bool(record.grants))
+    update_estimates(run, outcome, now, is_ours=record.is_decided_here, has_limits=bool(record.grants))
     if run.assignment.adapter is not None:
         forget_missing_adapter(run, outcome, now)
     if run.is_for_model:
@@ -268,7 +268,7 @@ def endpoint_loads_by_pool(
     running = Counter(
         address
         for record in records
-        if record.is_ours and record.run is not None and record.state in IN_FLIGHT
+        if record.is_decided_here and record.run is not None and record.state in IN_FLIGHT
         for address in _engines_of(record.run)
     )
     yield {address: EndpointLoad(count) for address, count in running.items()}

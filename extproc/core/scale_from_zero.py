@@ -31,7 +31,7 @@ from extproc.scheduling.pool import Pool
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from extproc.api.model_server import Activation
+    from extproc.api.model_server import ScaleFromZeroQueue
     from extproc.core.dispatch import Dispatcher
     from extproc.core.flow_control import AdmissionController
     from extproc.core.request_builder import RequestBuilder
@@ -375,7 +375,7 @@ class EngineWaitStage:
         group.soonest_s = min(group.soonest_s, wait_deadline_s(record))
         return group
 
-    def _evict_for(self, arrival: Arrival, activation: Activation, now: float, out: list[Effect]) -> None:
+    def _evict_for(self, arrival: Arrival, activation: ScaleFromZeroQueue, now: float, out: list[Effect]) -> None:
         """Raises QueueFull where no waiting request is to be refused in place of this one."""
         pool, group = arrival.pool, self._groups.get(arrival.pool.name)
         bounds = WaitBounds(activation.max_requests, activation.max_bytes)

@@ -36,7 +36,7 @@ def load_fraction(
     found = [pools[one.server] for one in targets.destinations if one.server in pools]
     if targets.sticky is None:
         # a full provider gets none of them while another has room
-        found = [one for one in found if not one.is_full(now)] or found
+        found = [one for one in found if not one.is_provider_full(now)] or found
     loads = [_load_at(one, gates.get(one.name), now) for one in found]
     has_tiers = any(one.rule.tiers is not None for one in targets.destinations)
     return (min if has_tiers else max)(loads, default=1.0)

@@ -16,7 +16,7 @@ from extproc.wire_names import APIS_BY_CALL, REQUEST_ID, SERVER_CLUSTER, api_of_
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from extproc.admission.identity import Subject
+    from extproc.admission.identity import CallerIdentity
     from extproc.admission.slo_classes import ObjectiveClass
     from extproc.api.admission import FlowControl, PriorityBand
     from extproc.api.pricing import Price
@@ -138,7 +138,7 @@ def milliseconds(seconds: float) -> float:
     return round(seconds * 1000.0, 3)
 
 
-def usage_of_unrouted_refusal(head: RequestHead, subject: Subject, refusal: Refusal) -> UsageContext | None:
+def usage_of_unrouted_refusal(head: RequestHead, subject: CallerIdentity, refusal: Refusal) -> UsageContext | None:
     """Of a request that was refused before it was routed; None if it asked for no inference."""
     api = None
     if head.method == "POST":

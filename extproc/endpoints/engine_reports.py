@@ -108,7 +108,7 @@ def estimated_kv_usage(table: EndpointTable, now: float) -> Floats:
     return estimate
 
 
-def estimated_load(table: EndpointTable, now: float) -> Floats:
+def trusted_provider_load(table: EndpointTable, now: float) -> Floats:
     """How full the engines of providers are, by row; 0 where a provider does not report it, or has not for long."""
     load: Floats = report_trust(table, now) * table.load
     return load

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.pricing import NO_PRICES, HourlyPrice, Price, PriceList, Rates, price_with_id
+from extproc.api.pricing import NO_PRICES, HourlyPrice, Price, PriceSchedule, Rates, price_with_id
 from extproc.endpoints.table import INITIAL_PREFILL_RATE
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class DerivedPrice(msgspec.Struct, frozen=True):
 class Prices:
     """The prices of one ModelServer."""
 
-    def __init__(self, prices: PriceList = NO_PRICES) -> None:
+    def __init__(self, prices: PriceSchedule = NO_PRICES) -> None:
         self.list = prices
         self._derived: Price | None = None
         self._derived_from: HourlyPrice | None = None

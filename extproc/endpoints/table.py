@@ -65,7 +65,7 @@ _COLUMNS: Final = (
 )
 
 
-class EngineAttributes:
+class EngineAttributeColumns:
     """The latest values by name and row; NaN where an engine has none. Nothing is kept unless something is recorded."""
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class EndpointTable:
         self.cached_tokens: Ints = np.zeros(0, np.int64)
         self.service_s: Floats = np.zeros(0)
         self.service_at_s: Floats = np.zeros(0)
-        self.attributes = EngineAttributes()
+        self.attributes = EngineAttributeColumns()
         self._rows: dict[str, int] = {}
         self._cached_columns: dict[Hashable, NDArray[Any]] = {}
         self._grow(_INITIAL_ROWS)
@@ -232,7 +232,7 @@ class EndpointTable:
         """The row of a configured endpoint; None if it is not configured."""
         return self._rows.get(address)
 
-    def rows_named(self, name: str) -> list[int]:
+    def rows_at_address(self, name: str) -> list[int]:
         """The rows of the endpoint at ``ip:port``, or of all endpoints at an IP address."""
         row = self._rows.get(name)
         if row is not None:

@@ -18,7 +18,7 @@ import msgspec
 from extproc.api.addresses import join_host_port, parse_address
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.make_before_break import DrainingRoutedServers, WarmingEngines
-from extproc.api.status_pages import ConfigReport
+from extproc.api.status_page_contents import ConfigReport
 from extproc.http_body import read_at_most
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from extproc.replication.buses import redis_client
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from extproc.admission.token_buckets import BucketReport, Limit
+    from extproc.admission.token_buckets import BucketReportToStore, Limit
     from extproc.metrics.request_metrics import Metrics
     from extproc.refusals import Refusal
 
@@ -433,18 +433,27 @@ class RedisLimits:
         keys = [(charge.key, charge.limit) for charge in charges]
         return StoreUnavailable([memory.level_before_debts(*one, now) - memory.unreported_debt(*one) for one in keys])
 
-    def _state(self, charges: Sequence[Charge], now: float) -> list[BucketReport]:
+    def _state(self, charges: Sequence[Charge], now: float) -> list[BucketReportToStore]:
         return [self._memory.make_bucket_report(charge.key, charge.limit, now) for charge in charges]
 
     def _note_levels(
-        self, charges: Sequence[Charge], stated: Sequence[BucketReport], levels: Sequence[float], store_at_s: float
+        self,
+        charges: Sequence[Charge],
+        stated: Sequence[BucketReportToStore],
+        levels: Sequence[float],
+        store_at_s: float,
     ) -> None:
         now = self._clock()
         for charge, statement, level in zip(charges, stated, levels, strict=True):
             budget = charge.limit if charge.limit.ends_at_s else None
             self._memory.on_store_answer(charge.key, statement, level, store_at_s=store_at_s, now=now, budget=budget)
 
-    async def _ask(self, charges: Sequence[Charge], stated: Sequence[BucketReport], client: Any = None) -> list[Any]:  # noqa: ANN401 - the library has no types
+    async def _ask(
+        self,
+        charges: Sequence[Charge],
+        stated: Sequence[BucketReportToStore],
+        client: Any = None,  # noqa: ANN401 - the library has no types
+    ) -> list[Any]:
         numbers = [
             number
             for charge, statement in zip(charges, stated, strict=True)
@@ -619,14 +628,14 @@ def _numbers_in(answer: object, count: int) -> list[float]:
     return numbers
 
 
-def _numbers(limit: Limit, stated: BucketReport) -> tuple[float, ...]:
+def _numbers(limit: Limit, stated: BucketReportToStore) -> tuple[float, ...]:
     """With which a script's arguments for a bucket begin."""
     uncovered = min(stated.uncovered, max(0.0, stated.owed - stated.told))
     known = limit.rate, limit.capacity, stated.most_left, stated.owed, stated.told, limit.ends_at_s, uncovered
     return (*known, stated.seen_at_s)
 
 
-def _settled(one: _Settlement, stated: Sequence[BucketReport]) -> list[float]:
+def _settled(one: _Settlement, stated: Sequence[BucketReportToStore]) -> list[float]:
     return [
         number
         for charge, claim, statement in zip(one.grant.charges, one.grant.claims, stated, strict=True)

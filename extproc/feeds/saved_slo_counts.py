@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import msgspec
 
-from extproc.api.status_pages import SloObjectiveCounts
+from extproc.api.status_page_contents import SloObjectiveCounts
 from extproc.feeds.saved_limits import read_state, write_state
 
 if TYPE_CHECKING:

@@ -137,7 +137,7 @@ class _Tokens(msgspec.Struct):
 _tokens: Final = msgspec.json.Decoder(_Tokens)
 
 
-def max_prompt_tokens(payload: bytes) -> int:
+def max_tokens_in_payload(payload: bytes) -> int:
     """How many tokens a prompt may have that was sent in ``payload``."""
     return min(_MOST_TOKENS, 2 * len(payload) + _TEMPLATE_TOKENS)
 
@@ -200,7 +200,7 @@ class EngineTokenizer:
         return [table.addresses[row] for row in best_first[:2].tolist() if table.is_active[row]]
 
     async def _ask(self, spec: ModelServerSpec, address: str, payload: bytes) -> Sequence[int]:
-        most = max_prompt_tokens(payload)
+        most = max_tokens_in_payload(payload)
         answer = await self._http.post(
             spec,
             address,

@@ -103,7 +103,7 @@ class UsageRollupClient:
         self._wanted.set()
         # a budget was added
         self._added = asyncio.Event()
-        self._asked = core.admission.budget_account_identities()
+        self._asked = core.admission.budget_account_settings()
         self._is_over = False
         self._reason = ""
         # whether the log says that levels are those of the rows
@@ -123,7 +123,7 @@ class UsageRollupClient:
 
     def on_config(self) -> None:
         """Another configuration is in use: ask at once for budgets that it has added, which would begin full."""
-        known = self._core.admission.budget_account_identities()
+        known = self._core.admission.budget_account_settings()
         if not known <= self._asked:
             self._added.set()
             self._wanted.set()
@@ -194,7 +194,7 @@ class UsageRollupClient:
         async with ClientSession() as session:
             for query in self._core.admission.usage_queries(self._wall_clock()):
                 spent = self._core.admission.make_remaining_budgets(query, self._wall_clock())
-                for number, (dimensions, tenants) in enumerate(query.group_by_queries()):
+                for number, (dimensions, tenants) in enumerate(query.dimensions_and_tenants()):
                     url = self._url_of(query, sorted(dimensions), tenants)
                     add = partial(spent.add_row, is_by_key=number > 0)
                     until_s = min(until_s, await self._read_pages(session, url, add))

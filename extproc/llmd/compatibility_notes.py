@@ -19,7 +19,7 @@ from extproc.api.picker_flow_control import (
     saturation_detector_name,
 )
 from extproc.llmd.plugin_types import ACCEPTED, cache_tier_capacities
-from extproc.scheduling.metrics_source import EngineTypeMetrics
+from extproc.scheduling.engine_metrics_config import EngineTypeMetrics
 from extproc.scheduling.plugins.endpoint_attribute_plugins import EndpointAttributeFilter, EndpointAttributeScorer
 from extproc.scheduling.plugins.label_plugins import RANGE_LABEL, context_range
 

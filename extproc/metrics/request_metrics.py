@@ -16,7 +16,7 @@ from prometheus_client import Counter, Gauge
 from extproc.core.effects import (
     AdapterLoadEnded,
     BreakerChanged,
-    CacheLookup,
+    CacheLookupResult,
     CacheStoreAttempted,
     ClientLeft,
     Decision,
@@ -295,7 +295,7 @@ class Metrics:
             case RequestRefused():
                 self._requests.add(effect.refusal.outcome)
                 self.admission.count_refusal(effect)
-            case CacheLookup() | CacheStoreAttempted():
+            case CacheLookupResult() | CacheStoreAttempted():
                 self.caches.count(effect)
             case ClientLeft() | SoftBudgetPassed() | GuardAnswered():
                 self.admission.count_effect(effect)
@@ -366,7 +366,7 @@ class Metrics:
         """Count an answer that no engine was asked for."""
         self._requests.add(what)
 
-    def count_refusal(self, refusal: Refusal) -> None:
+    def count_early_refusal(self, refusal: Refusal) -> None:
         """A request was refused before it came to the core."""
         self._requests.add(refusal.outcome)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
-from extproc.core.effects import CacheLookup, CacheStoreAttempted
+from extproc.core.effects import CacheLookupResult, CacheStoreAttempted
 from extproc.metrics.exposition import CounterFamily
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ class ResponseCacheMetrics:
                 found[route] = asked + int(number), hits + (int(number) if result == "hit" else 0)
         return found
 
-    def count(self, effect: CacheLookup | CacheStoreAttempted) -> None:
+    def count(self, effect: CacheLookupResult | CacheStoreAttempted) -> None:
         """A request was looked up, or an answer came."""
-        if isinstance(effect, CacheLookup):
+        if isinstance(effect, CacheLookupResult):
             self._lookups.add(effect.route, effect.result, effect.why)
         else:
             self._answers.add(effect.result)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extproc.api.status_pages import SloObjectiveCounts
+from extproc.api.status_page_contents import SloObjectiveCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

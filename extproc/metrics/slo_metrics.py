@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from extproc.api.slo import LONGEST_WINDOW_S
-from extproc.api.status_pages import SloObjectiveCounts
+from extproc.api.status_page_contents import SloObjectiveCounts
 from extproc.core.effects import SloMissPredicted
 from extproc.metrics.exposition import DeferredHistogramFamily, MetricFamily, PiecewiseCollector
 from extproc.metrics.label_cardinality import BusiestNames

@@ -35,7 +35,7 @@ _MOST_ANSWER_BYTES: Final = _MOST_BATCH_BYTES + (64 << 10)
 _ELEMENT_BYTES: Final = 64
 
 
-class LocalBus:
+class UnixSocketBus:
     """Between the processes of one supervisor, each with a socket file in ``directory``. Beside those that serve there
     may be predecessors, which end with their requests.
     """

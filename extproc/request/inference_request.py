@@ -165,7 +165,7 @@ def media_in(contents: Sequence[msgspec.Raw], *, deepest: int = 1) -> Media:
     return found
 
 
-class PromptCounts(msgspec.Struct, frozen=True):
+class PromptListSize(msgspec.Struct, frozen=True):
     """How many prompts a field holds. ``token_ids``: how many there are if they are tokens already; 0 for text.
     ``repeated_bytes``: engines read so many bytes more of text than the body has, as a part is in several prompts.
     """
@@ -175,10 +175,10 @@ class PromptCounts(msgspec.Struct, frozen=True):
     repeated_bytes: int = 0
 
 
-ONE_PROMPT: Final = PromptCounts()
+ONE_PROMPT: Final = PromptListSize()
 
 
-def count_prompts(value: msgspec.Raw, field: str) -> PromptCounts:
+def count_prompts(value: msgspec.Raw, field: str) -> PromptListSize:
     """The prompts in ``prompt`` or ``input``: one text, a list of texts, a list of tokens, or a list of such lists.
 
     ``field``: its name. Raises BadRequest for a token that no engine's vocabulary can have.
@@ -191,14 +191,14 @@ def count_prompts(value: msgspec.Raw, field: str) -> PromptCounts:
     found = _NO_SPACE.search(data, 1)
     first = b"" if found is None else found[0]
     if first == b'"':
-        return PromptCounts(max(1, len(_list_decoder.decode(view))))
+        return PromptListSize(max(1, len(_list_decoder.decode(view))))
     # objects are other engines' forms of a prompt
     if first != b"{" and not _are_short_numbers(data):
         _check_tokens(data, field)
     if first == b"[":
-        return PromptCounts(max(1, data.count(b"[") - 1), data.count(b",") + 1)
+        return PromptListSize(max(1, data.count(b"[") - 1), data.count(b",") + 1)
     # a list of tokens
-    return PromptCounts(1, data.count(b",") + 1)
+    return PromptListSize(1, data.count(b",") + 1)
 
 
 def _are_short_numbers(data: bytes) -> bool:
@@ -285,7 +285,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     contents: tuple[int, int] | None = None
     answers: int = 1
-    prompts: PromptCounts = ONE_PROMPT
+    prompts: PromptListSize = ONE_PROMPT
     media: Media = NO_MEDIA
     internal_fields: tuple[str, ...] = ()
     has_stored_prompt: bool = False
@@ -396,7 +396,7 @@ def chat_template_texts(fields: ChatTemplateFields) -> list[msgspec.Raw]:
     return texts
 
 
-def media_of_tokens(value: msgspec.Raw) -> Media:
+def prompt_tokens_as_media(value: msgspec.Raw) -> Media:
     """Tokens that engines read in place of the prompt's text: a list, or base64 of 4 bytes each."""
     content = bytes(value)
     tokens = content.count(b",") + 1 if content[0] == _LIST else ceil(len(content) * 3 / 16)
@@ -417,7 +417,7 @@ def make_request(
     contents: Span | None,
     *,
     answers: int = 1,
-    prompts: PromptCounts = ONE_PROMPT,
+    prompts: PromptListSize = ONE_PROMPT,
     media: Media = NO_MEDIA,
 ) -> InferenceRequest:
     """The request; raises BadRequest if it names no model."""

@@ -29,7 +29,7 @@ from extproc.request.inference_request import (
     make_request,
     media_in,
     media_of_embeddings,
-    media_of_tokens,
+    prompt_tokens_as_media,
     span_of_large_contents,
 )
 from extproc.request.json_rewrite import span_of
@@ -125,7 +125,7 @@ def parse_chat(body: bytes) -> InferenceRequest:
     prompt = _chat_prompt(request)
     media = media_in([message.content for message in request.messages])
     for tokens in given_values(*_tokens(request)):
-        media = media.plus(media_of_tokens(tokens))
+        media = media.plus(prompt_tokens_as_media(tokens))
     return make_request(Api.CHAT, request, prompt, limit, contents, answers=request.n or 1, media=media)
 
 

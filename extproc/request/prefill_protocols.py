@@ -177,7 +177,7 @@ class Nixl:
         return {"request_id": msgspec.Raw(msgspec.json.encode(f"resp_{this.id}"))}
 
 
-class PeerToPeer:
+class OffloadingPeerToPeer:
     """OffloadingConnector with a tier ``p2p``: the decode engine fetches the KV cache out of the prefill engine's
     offloaded blocks, by an id that both get. What it does not find there it computes.
     """
@@ -360,7 +360,7 @@ PROTOCOLS: Final[Mapping[Connector, PrefillProtocol]] = MappingProxyType(
         "MooncakeStoreConnector": SharedKvStore(),
         "HF3FSKVConnector": SharedKvStore(),
         "FlexKVConnectorV1": SharedKvStore(),
-        "OffloadingConnector": PeerToPeer(),
+        "OffloadingConnector": OffloadingPeerToPeer(),
         "MooncakeConnector": Mooncake(),
         "context_first": TensorRtContextFirst(),
         "bootstrap_room": SglangBootstrap(),

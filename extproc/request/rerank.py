@@ -16,7 +16,7 @@ from extproc.request.inference_request import (
     ABSENT,
     CommonFields,
     InferenceRequest,
-    PromptCounts,
+    PromptListSize,
     given_values,
     json_without_closing_mark,
     make_request,
@@ -78,7 +78,7 @@ def _compared(api: Api, fields: _Compared, body: bytes, query: msgspec.Raw, docu
     # of several queries, each has a document of its own
     repeated = (count - 1) * memoryview(query).nbytes if queries == 1 else 0
     repeated += (max(count, queries) - 1) * sum(memoryview(one).nbytes for one in instructions)
-    prompts = PromptCounts(max(count, queries), repeated_bytes=repeated)
+    prompts = PromptListSize(max(count, queries), repeated_bytes=repeated)
     prompt = b"\n".join((*instructions, json_without_closing_mark(query), json_without_closing_mark(documents)))
     one, many = media_in([_listed(query)]), media_in([_listed(documents)])
     media = msgspec.structs.replace(one, tokens=(count if queries == 1 else 1) * one.tokens).plus(many)

@@ -48,7 +48,7 @@ class _Frame(NamedTuple):
     left: int
 
 
-class HeaderBlocks:
+class HeaderBlockDecoder:
     """Decodes the blocks of one connection, in their order. ``most_bytes``: of the headers of one block, decoded."""
 
     def __init__(self, most_bytes: int) -> None:

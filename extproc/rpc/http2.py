@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.rpc.header_blocks import BadHeaderBlock, HeaderBlocks, Headers
+from extproc.rpc.header_blocks import BadHeaderBlock, HeaderBlockDecoder, Headers
 from extproc.wire_names import MOST_STREAMS
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Http2Connection:
         self._input = b""
         self._streams: dict[int, _Stream] = {}
         self._last_stream = 0
-        self._blocks = HeaderBlocks(_MOST_HEADER_BYTES)
+        self._blocks = HeaderBlockDecoder(_MOST_HEADER_BYTES)
         # a block in several frames: its stream, whether the request ends with it, what has come
         self._block: tuple[int, bool, bytearray] | None = None
         self._incoming = CONNECTION_WINDOW

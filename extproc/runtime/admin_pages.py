@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import hdrs, web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from extproc.api.status_pages import CONSOLE_PATH, DEMAND_PATH, LOADS_PATH, REPORT_PATH, RESET_PATH, SLO_PATH
+from extproc.api.status_page_contents import CONSOLE_PATH, DEMAND_PATH, LOADS_PATH, REPORT_PATH, RESET_PATH, SLO_PATH
 from extproc.browser_security import add_browser_protection, is_from_loopback
 from extproc.core.effects import BreakerChanged
 from extproc.core.request_record import BUNDLE, GatewayProperties, RequestHead
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from aiohttp.typedefs import Middleware
 
-    from extproc.api.status_pages import ConfigReport, EndpointLoad, SloObjectiveCounts
+    from extproc.api.status_page_contents import ConfigReport, EndpointLoad, SloObjectiveCounts
     from extproc.core.core import Core
     from extproc.core.effects import AskGuard, Effect
     from extproc.core.guard_decisions import GuardFailed, GuardReply

@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import web
 
 from extproc.api.addresses import join_host_port
-from extproc.http_headers import HOP_BY_HOP
+from extproc.hop_by_hop_headers import HOP_BY_HOP
 from extproc.http_relay import is_rewritable_header, relay_session
 from extproc.listen_sockets import listen
 from extproc.page_server import PageLimits, PageServer
@@ -84,7 +84,7 @@ _CUT: Final = "The engine's answer ended before it was whole."
 _EARLY_S: Final = 0.05
 
 
-class Translator:
+class LlmApiTranslationProxy:
     """``http``: connects to Envoy's second listener. ``long``: a thread for long bodies."""
 
     def __init__(self, http: aiohttp.ClientSession, long: Executor, metrics: TranslatorMetrics) -> None:
@@ -258,7 +258,7 @@ async def running_translator(
     long = ThreadPoolExecutor(1, "long-bodies")
     async with relay_session(connector, _LIMITS, base_url="http://engines") as http:
         app = web.Application(client_max_size=_MOST_BODY_BYTES)
-        app.router.add_post("/{path:.*}", Translator(http, long, metrics).handle)
+        app.router.add_post("/{path:.*}", LlmApiTranslationProxy(http, long, metrics).handle)
         runner = PageServer(app, end_s=end_s, limits=_LIMITS, cancels=True)
         await runner.setup()
         try:

@@ -24,7 +24,7 @@ from prometheus_client import disable_created_metrics
 
 from extproc.api.addresses import join_host_port
 from extproc.api.config_loader import ConfigSource
-from extproc.api.config_snapshot import file_descriptor_warnings, limits_without_redis, max_idle_connections
+from extproc.api.config_snapshot import file_descriptor_warnings, max_idle_connections, missing_redis_warnings
 from extproc.api.gateway_config import why_extproc_unreachable
 from extproc.api.tracing import Tracing
 from extproc.core.breakers import server_breaker_problems
@@ -52,8 +52,8 @@ from extproc.listen_sockets import listen
 from extproc.llmd.picker_builder import PickerFactory
 from extproc.metrics.decision_log import DecisionLog
 from extproc.metrics.request_metrics import Metrics, TlsMetrics
-from extproc.replication.buses import LocalBus, RedisBus
-from extproc.replication.peers import Bus, PeerEventExchange
+from extproc.replication.buses import RedisBus, UnixSocketBus
+from extproc.replication.peer_event_exchange import Bus, PeerEventExchange
 from extproc.runtime.demand_watch import DemandWatchServer
 from extproc.runtime.effect_performer import Performer, PreDecisionServices
 from extproc.runtime.worker_settings import WorkerSettings
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
     from extproc.admission.token_buckets import BucketLevel
     from extproc.api.config_snapshot import Snapshot
-    from extproc.api.status_pages import ConfigReport
+    from extproc.api.status_page_contents import ConfigReport
     from extproc.core.effects import Work
     from extproc.core.peer_events import PeerEvent
     from extproc.feeds.adapter_loader import AdapterLoader
@@ -160,7 +160,7 @@ class App:
         self._is_ready = self._is_draining = False
         self._has_pool = asyncio.Event()
         origin = secrets.token_hex(6)
-        self._neighbours = None if settings.worker is None else LocalBus(Path(settings.worker.directory), origin)
+        self._neighbours = None if settings.worker is None else UnixSocketBus(Path(settings.worker.directory), origin)
         buses = self._buses()
         # workers of one start have their sockets in one directory
         machine = origin if settings.worker is None else settings.worker.directory
@@ -399,7 +399,7 @@ class App:
             return
         warnings = [*file_descriptor_warnings(snapshot, self._settings.descriptors)]
         if self._settings.redis is None:
-            warnings += limits_without_redis(snapshot)
+            warnings += missing_redis_warnings(snapshot)
         for warning in warnings:
             if warning not in self._warnings:
                 log.warning("%s", warning)
@@ -611,7 +611,7 @@ class App:
         if address is None:
             return None
         # the HTTP library takes as long to load as all else, and requests need not wait for it
-        from extproc.console.pages import ConsolePages, ConsoleWorker  # noqa: PLC0415
+        from extproc.console.pages import ConsolePages, ConsoleWorkerInfo  # noqa: PLC0415
         from extproc.console.token_auth import token_auth_middleware  # noqa: PLC0415
         from extproc.runtime.admin_pages import ExplainPage, breaker_reset_page, objectives_page, serve_pages  # noqa: PLC0415
 
@@ -625,7 +625,7 @@ class App:
             wall_clock=self._wall_clock,
             is_ready=lambda: self._is_ready,
             report=self._report,
-            place=ConsoleWorker(
+            place=ConsoleWorkerInfo(
                 address,
                 *((0, 1) if worker is None else (worker.number, worker.workers)),
                 has_explain=settings.shows_reasons,

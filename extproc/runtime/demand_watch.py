@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.api.status_pages import demand_delta, next_notify_threshold
+from extproc.api.status_page_contents import demand_delta, unfinished_notify_threshold
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection
 
-    from extproc.api.status_pages import ProcessDemand, ServerDemand
+    from extproc.api.status_page_contents import ProcessDemand, ServerDemand
     from extproc.core.core import Core
 
 # Watchers: the manager, its predecessor that has not hung up, and people.
@@ -43,7 +43,7 @@ class _Follower:
         self.knows: dict[str, int] = {}
 
     def is_news(self, name: str, unfinished: int) -> bool:
-        return unfinished >= next_notify_threshold(self.knows.get(name, 0))
+        return unfinished >= unfinished_notify_threshold(self.knows.get(name, 0))
 
 
 class DemandWatchServer:
@@ -103,7 +103,7 @@ class DemandWatchServer:
             follower.knows[name] = unfinished
         else:
             follower.knows.pop(name, None)
-        self._core.meter.set_notify_threshold(name, next_notify_threshold(unfinished))
+        self._core.meter.set_notify_threshold(name, unfinished_notify_threshold(unfinished))
 
     def _spared(self, name: str, now: float) -> ServerDemand | None:
         mark, known = self._core.meter.activity_mark_if_idle(self._core.pools, name), self._quiet.get(name)
@@ -141,7 +141,7 @@ class DemandWatchServer:
         ignorant = {one for one in self._followers if one.is_news(name, unfinished)}
         self._wake(ignorant)
         for one in self._followers - ignorant:
-            self._core.meter.set_notify_threshold(name, next_notify_threshold(one.knows.get(name, 0)))
+            self._core.meter.set_notify_threshold(name, unfinished_notify_threshold(one.knows.get(name, 0)))
 
     def _wake(self, followers: Collection[_Follower]) -> None:
         """Their next line is due, before further requests are read."""

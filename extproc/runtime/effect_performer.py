@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from extproc.admission.limit_refusals import soft_budget_warning
+from extproc.admission.limit_refusals import soft_budget_log_message
 from extproc.api.config_errors import one_line
 from extproc.core.effects import (
     AdapterLoadEnded,
@@ -19,7 +19,7 @@ from extproc.core.effects import (
     AskPromptTokens,
     BreakerChanged,
     Broadcast,
-    CacheLookup,
+    CacheLookupResult,
     CacheStoreAttempted,
     ChargeSharedStore,
     ClientLeft,
@@ -134,7 +134,12 @@ class Performer:
                 case Decision() | RequestRefused():
                     self._deliver(effect)
                 case (OutcomeJoined() | RequestSloJudged() | SloMissPredicted() | ClientLeft()) | (
-                    CacheLookup() | CacheStoreAttempted() | AskLimits() | AskGuard() | AskPromptTokens() | RequestHeld()
+                    CacheLookupResult()
+                    | CacheStoreAttempted()
+                    | AskLimits()
+                    | AskGuard()
+                    | AskPromptTokens()
+                    | RequestHeld()
                 ):
                     # counted; what a request waits for, its stream asks for
                     pass
@@ -221,7 +226,7 @@ class Performer:
             case GuardAnswered():
                 self._guards.log_result(effect)
             case SoftBudgetPassed():
-                log.warning("%s", one_line(soft_budget_warning(effect.charge, effect.level)))
+                log.warning("%s", one_line(soft_budget_log_message(effect.charge, effect.level)))
             case EngineNeeded():
                 log.info("requests wait for an engine of %s, which has none", effect.server)
             case EngineStarted():

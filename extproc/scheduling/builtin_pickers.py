@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from extproc.endpoints.table import Bools, EndpointTable, Floats
     from extproc.scheduling.disaggregation import DisaggregationRule
-    from extproc.scheduling.picker import RequestDemand, View
+    from extproc.scheduling.picker import RequestDemandByRow, View
 
 # Larger than any real cost: an endpoint comes after all of a lower rank.
 _RANK_COST_S: Final = 1e6
@@ -127,19 +127,19 @@ class PrefixAware:
         reasons = (explain_costs(name, cost, view),) if view.wants_reasons else ()
         return Pick(rows, float(cost[rows[0]]), reasons=reasons)
 
-    def costs(self, table: EndpointTable, demand: RequestDemand, now: float) -> Floats:
+    def costs(self, table: EndpointTable, demand: RequestDemandByRow, now: float) -> Floats:
         """The cost in seconds by row, infinite for rows without an endpoint."""
         cost = self._prefill_costs(table, demand, now, self._interference * table.in_flight)
         cost += self.load_costs(table, demand, now)
         return cost
 
-    def prefill_costs(self, table: EndpointTable, demand: RequestDemand, now: float) -> Floats:
+    def prefill_costs(self, table: EndpointTable, demand: RequestDemandByRow, now: float) -> Floats:
         """The same of endpoints that only prefill: they have no answers to stop or to slow down."""
         cost = self._prefill_costs(table, demand, now, _ZERO)
         cost += table.absence_cost_s
         return cost
 
-    def _prefill_costs(self, table: EndpointTable, demand: RequestDemand, now: float, stopped: Floats) -> Floats:
+    def _prefill_costs(self, table: EndpointTable, demand: RequestDemandByRow, now: float, stopped: Floats) -> Floats:
         """``stopped``: by row, the weighted answers that wait as long as the own work takes."""
         backlog = backlogs(table, now)
         # few array operations: each call costs more than its arithmetic
@@ -152,7 +152,7 @@ class PrefixAware:
         cost /= table.prefill_rate
         return cost
 
-    def load_costs(self, table: EndpointTable, demand: RequestDemand, now: float) -> Floats:
+    def load_costs(self, table: EndpointTable, demand: RequestDemandByRow, now: float) -> Floats:
         """The second line of the formula; infinite for rows without an endpoint."""
         cost: Floats = table.in_flight * self._request_cost_s
         cost += (self._parameters.decode * demand.decode_s_per_token) * table.in_flight_tokens

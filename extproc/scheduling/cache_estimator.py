@@ -32,7 +32,7 @@ from extproc.prefix.approximate_index import (
     prompt_tail,
 )
 from extproc.prefix.kv_index import KvIndex
-from extproc.scheduling.picker import RequestDemand
+from extproc.scheduling.picker import RequestDemandByRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +126,7 @@ class PromptExpectation(msgspec.Struct, frozen=True):
     kv_chains: dict[int, list[int]] | None
     matches: Sequence[PrefixMatch]
     input_tokens: float
-    demand: RequestDemand
+    demand: RequestDemandByRow
     tail: PromptTail
 
 
@@ -271,7 +271,7 @@ class CacheEstimator:
         if self._tiers is not None:
             ratio = self.bytes_per_token
             tiers = self._tiers.held_tokens(chain, rows, lambda size: self._round_to_blocks(size / ratio, input_tokens))
-        demand = RequestDemand(cached, work, step_s, tiers)
+        demand = RequestDemandByRow(cached, work, step_s, tiers)
         return PromptExpectation(chain, kv_chains, matches, input_tokens, demand, tail)
 
     def indexed_tokens(self, expectation: PromptExpectation, row: int) -> tuple[float, float | None]:

@@ -75,7 +75,7 @@ def revision_set_key(engines: Iterable[Mapping[str, str]]) -> str:
     return sha256(msgspec.json.encode(sorted(found))).hexdigest()[:16] if any(found) else ""
 
 
-class Readiness(msgspec.Struct, frozen=True):
+class PoolReadiness(msgspec.Struct, frozen=True):
     """``can_serve``: an engine is there that is not draining; of prefill and decode engines, one that decodes.
     ``is_whole``: every stage has one, in one group. Both are the same without ``pdGroup``.
 
@@ -94,14 +94,14 @@ def prefill_decode_rows(table: EndpointTable, group: PdGroup | None) -> tuple[Bo
     return prefill, decode, label_groups(table, group.group_key)
 
 
-def readiness_of(table: EndpointTable, group: PdGroup | None) -> Readiness:
+def readiness_of(table: EndpointTable, group: PdGroup | None) -> PoolReadiness:
     """Of the endpoints as configured now."""
     staying = table.is_active & table.rows_not_draining() if table.has_draining else table.is_active
     stages = prefill_decode_rows(table, group)
     if stages is None:
         has_any = bool(staying.any())
-        return Readiness(has_any, has_any)
+        return PoolReadiness(has_any, has_any)
     prefill, decode, groups = stages
     decoding, prefilling = staying & decode, staying & prefill
     pairs = np.intersect1d(groups[prefilling], groups[decoding])
-    return Readiness(bool(decoding.any()), bool(pairs.size))
+    return PoolReadiness(bool(decoding.any()), bool(pairs.size))

@@ -21,7 +21,7 @@ from extproc.endpoints.learned_speeds import PromptCost
 from extproc.endpoints.table import EndpointConfig, EndpointTable
 from extproc.refusals import Refusal
 from extproc.scheduling.framework import NeedsPlugins, SessionPlugin
-from extproc.scheduling.picker import Pick, PluginFailed, RequestDemand, RequestFacts, View
+from extproc.scheduling.picker import Pick, PluginFailed, RequestDemandByRow, RequestFacts, View
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
 if TYPE_CHECKING:
@@ -362,6 +362,6 @@ def _made_up(endpoints: Sequence[Mapping[str, str]]) -> Iterator[View]:
     for tokens, adapter, headers in ((0.0, None, {}), (2_000.0, None, {}), (2_000.0, "adapter", {"x-session-id": "1"})):
         held = np.zeros(len(table.addresses))
         held[:1] = tokens / 2
-        demand = RequestDemand(held, PromptCost().prefill_work(tokens - held, held))
+        demand = RequestDemandByRow(held, PromptCost().prefill_work(tokens - held, held))
         request = RequestFacts(adapter or "model", tokens, adapter, headers, is_trusted=True, priority=-1)
         yield View(table, demand, request, 1.0, sessions=sessions)

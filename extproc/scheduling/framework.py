@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from extproc.refusals import NoEndpoint
-from extproc.scheduling.metrics_source import USUAL_NAMES, EngineMetricNames, MetricsSource
+from extproc.scheduling.engine_metrics_config import USUAL_NAMES, EngineMetricNames, MetricsSource
 from extproc.scheduling.picker import Pick, Picker, PluginFailed, Reasons, ScorerValues, View, rows_of
 
 if TYPE_CHECKING:

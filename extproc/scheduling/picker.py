@@ -32,7 +32,7 @@ class PluginFailed(Exception):
         self.__cause__ = cause
 
 
-class RequestDemand(msgspec.Struct, frozen=True):
+class RequestDemandByRow(msgspec.Struct, frozen=True):
     """What a request requires of each endpoint, by row.
 
     ``cached_tokens``: tokens of its prompt that are probably cached. ``work``: remaining prefill work in tokens,
@@ -79,7 +79,7 @@ class View(msgspec.Struct, frozen=True):
     """
 
     table: EndpointTable
-    demand: RequestDemand
+    demand: RequestDemandByRow
     request: RequestFacts
     now_s: float
     eligible: Bools | None = None

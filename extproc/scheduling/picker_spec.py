@@ -10,6 +10,7 @@ import msgspec
 
 from extproc.api.quantities import decode_quantity
 from extproc.scheduling.builtin_pickers import PrefixAware, PrefixAwareParameters
+from extproc.scheduling.engine_metrics_config import MetricsExtractor, MetricsSource, merge_extractors
 from extproc.scheduling.external_plugins import GuardedPlugin, guard_plugin
 from extproc.scheduling.framework import (
     ConfiguredPicker,
@@ -19,7 +20,6 @@ from extproc.scheduling.framework import (
     Profile,
     SessionPlugin,
 )
-from extproc.scheduling.metrics_source import MetricsExtractor, MetricsSource, merge_extractors
 from extproc.scheduling.plugins.profile_handlers import SingleProfileHandler
 from extproc.scheduling.plugins.score_selectors import MaxScoreSelector
 from extproc.scheduling.registry import PluginType

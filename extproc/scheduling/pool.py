@@ -21,7 +21,7 @@ from extproc.endpoints.breaker_ranks import (
     record_probe,
     refresh_retry_times,
 )
-from extproc.endpoints.engine_reports import estimated_load, set_report_interval
+from extproc.endpoints.engine_reports import set_report_interval, trusted_provider_load
 from extproc.endpoints.health import EndpointHealth
 from extproc.endpoints.in_flight import backlog_of, backlogs, begin_request, end_request
 from extproc.endpoints.prices import Prices
@@ -30,15 +30,15 @@ from extproc.request.prefill_protocols import PROTOCOLS
 from extproc.scheduling.builtin_pickers import PrefillDecodePairs
 from extproc.scheduling.cache_estimator import CacheEstimator, Prompt, PromptExpectation
 from extproc.scheduling.endpoint_masks import (
-    Readiness,
+    PoolReadiness,
     prefill_decode_rows,
     readiness_of,
     revision_set_key,
     rows_serving_adapter,
 )
+from extproc.scheduling.engine_metrics_config import USUAL_NAMES, scrape_config_of
 from extproc.scheduling.framework import ConfiguredPicker
-from extproc.scheduling.metrics_source import USUAL_NAMES, scrape_config_of
-from extproc.scheduling.picker import Pick, Picker, RequestDemand, RequestFacts, View
+from extproc.scheduling.picker import Pick, Picker, RequestDemandByRow, RequestFacts, View
 from extproc.scheduling.sessions import SessionBindings, SessionNote, TenantSessions
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Pool:
         self.tokens_per_event = 1.0
         self.reports_cached_tokens = self.reports_usage = False
         self.picker = picker
-        self.readiness = Readiness()
+        self.readiness = PoolReadiness()
         self.is_asked_by_model = self.may_lack_model = False
         self.apis_without_model: set[Api | None] = set()
         self.report_interval_s = 0.0
@@ -258,13 +258,13 @@ class Pool:
             serving &= np.isin(groups, groups[rows & prefill])
         return serving
 
-    def is_full(self, now: float) -> bool:
+    def is_provider_full(self, now: float) -> bool:
         """Whether it is a provider that reports that none of its engines has room."""
         table = self.table
         return (
             self.report_interval_s > 0
             and self.spec.provider is not None
-            and bool(len(table) and (estimated_load(table, now)[table.is_active] >= 1).all())
+            and bool(len(table) and (trusted_provider_load(table, now)[table.is_active] >= 1).all())
         )
 
     def dialect_of(self, address: str) -> Dialect:
@@ -525,7 +525,7 @@ class Pool:
         self.update_retry_times(now)
         return least_ranked(table, rows, now)
 
-    def _lacking(self, expectation: PromptExpectation, picked: int | None, tokens: float) -> RequestDemand:
+    def _lacking(self, expectation: PromptExpectation, picked: int | None, tokens: float) -> RequestDemandByRow:
         """The index has the prompt at the endpoint that was picked, but ``tokens`` of it were to come there."""
         demand = expectation.demand
         if picked is None:
@@ -676,7 +676,7 @@ class Pool:
         eligible: Bools | None = None
         if subset is not None:
             eligible = np.zeros(len(table.addresses), np.bool_)
-            eligible[[row for one in subset for row in table.rows_named(one)]] = True
+            eligible[[row for one in subset for row in table.rows_at_address(one)]] = True
         if adapter is not None:
             serving = rows_serving_adapter(table, adapter) if self.slots is None else self.slots.rows_with(adapter)
             # an engine without the adapter answers 404; if no engine lists it, all are eligible

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
-from extproc.scheduling import metrics_source
+from extproc.scheduling import engine_metrics_config
 from extproc.scheduling.external_plugins import raised_at
 from extproc.scheduling.plugins import (
     affinity,
@@ -152,9 +152,10 @@ _SCREENERS: Final = {
 }
 _SOURCES: Final = {
     label_plugins.EXTRACTOR_TYPE: label_plugins.TopologyExtractor,
-    "core-metrics-extractor": metrics_source.MetricsExtractor,
-    "metrics-data-source": metrics_source.MetricsSource,
-    "model-server-protocol-metrics": metrics_source.MetricsExtractor,  # its name in the Inference Extension up to 1.3
+    "core-metrics-extractor": engine_metrics_config.MetricsExtractor,
+    "metrics-data-source": engine_metrics_config.MetricsSource,
+    # its name in the Inference Extension up to 1.3
+    "model-server-protocol-metrics": engine_metrics_config.MetricsExtractor,
     "label-producer": label_plugins.LabelProducer,
     "session-id-producer": affinity.SessionIdProducer,
 }

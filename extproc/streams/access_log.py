@@ -10,7 +10,7 @@ import msgspec
 from extproc.api.charged_tokens import CUTS, TIME_LIMITS, TIMEOUT_DETAILS
 from extproc.api.usage_log import UsageContext
 from extproc.core.effects import OutcomeJoined
-from extproc.core.orphaned_requests import OrphanedOutcome
+from extproc.core.orphaned_request_charges import OrphanedOutcome
 from extproc.core.request_record import Outcome
 from extproc.streams.headers import is_encoded, read_retry_after
 from extproc.streams.usage_reader import MOST_REPORTED

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from google.protobuf.message import DecodeError
 
 from extproc.streams.messages import HttpBody, ProcessingRequest
-from extproc.streams.responses import MARK, MOST_BODY_BYTES, RESPONSE_PIECE, MessageTemplate
+from extproc.streams.processing_responses import MARK, MOST_BODY_BYTES, RESPONSE_PIECE, MessageTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ _PIECE: Final = MessageTemplate(ProcessingRequest(response_body=HttpBody(body=MA
 _LONGEST_HEAD: Final = 8
 
 
-class BodyRelay:
+class ResponseBodyRelay:
     """Answers the messages of one stream from its answer's first piece on. ``take``: gets each piece."""
 
     def __init__(self, take: Callable[[bytes], None]) -> None:

@@ -16,7 +16,13 @@ from extproc.refusals import MethodNotAllowed, ModelNotReady, UnknownModel
 from extproc.request.grpc_call import read_call
 from extproc.request.model_in_path import read_model_path
 from extproc.streams.headers import error_form
-from extproc.streams.responses import encode_field, json_answer, model_answer, models_answer, reroute_to_extproc_answer
+from extproc.streams.processing_responses import (
+    encode_field,
+    json_answer,
+    model_answer,
+    models_answer,
+    reroute_to_extproc_answer,
+)
 from extproc.wire_names import (
     ANSWERS_SERVICE,
     LIVE_PATH,
@@ -70,7 +76,7 @@ def direct_response(context: StreamContext, head: RequestHead) -> bytes | None:
     return _readiness(context, head, named, "V2") if named is not None and named.verb == READY_VERB else None
 
 
-def direct_call_response(context: StreamContext, head: RequestHead, body: bytes) -> bytes | None:
+def direct_grpc_response(context: StreamContext, head: RequestHead, body: bytes) -> bytes | None:
     """Likewise of OWN_CALLS, calls of gRPC whose answers are messages: extproc sends the call on to itself."""
     builder, now = context.core.builder, context.clock()
     if head.path == MODEL_READY_CALL:

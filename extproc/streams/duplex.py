@@ -16,21 +16,20 @@ from typing import TYPE_CHECKING, Final
 from extproc.core.dispatch import plugin_faults
 from extproc.core.request_record import GatewayProperties, Outcome
 from extproc.core.shadow_picks import compare_picks, other_picker_choice
-from extproc.streams.body_relay import BodyRelay
+from extproc.streams.body_relay import ResponseBodyRelay
 from extproc.streams.direct_responses import direct_response
 from extproc.streams.exchange import decision_messages, missing_body_refusal
 from extproc.streams.headers import (
     is_encoded,
-    read_chosen_endpoints,
     read_endpoint_subset,
     read_header,
+    read_other_picker_endpoints,
     read_retry_after,
     read_served_endpoint,
     read_status,
 )
 from extproc.streams.message_order import BodyMode
-from extproc.streams.request import StreamRequest
-from extproc.streams.responses import (
+from extproc.streams.processing_responses import (
     CONTINUE_FOREIGN_HEADERS,
     CONTINUE_REQUEST_TRAILERS,
     decision_answer,
@@ -40,6 +39,7 @@ from extproc.streams.responses import (
     response_headers_answer,
     scores_metadata,
 )
+from extproc.streams.request import StreamRequest
 from extproc.streams.usage_reader import UsageReader, usage_reports_metadata
 from extproc.wire_names import CONTENT_ENCODING, RETRY_AFTER
 
@@ -90,7 +90,7 @@ class DuplexExchange:
         self._reporters: Sequence[UsageReporter] = ()
         self._server = ""
         self.request: StreamRequest | None = None
-        self.relay: BodyRelay | None = None
+        self.relay: ResponseBodyRelay | None = None
 
     def receive(self, message: ProcessingRequest, kind: str) -> list[bytes]:
         """Headers, a body or trailers."""
@@ -121,7 +121,7 @@ class DuplexExchange:
         if body.end_of_stream:
             self.relay = None
         elif self.relay is None and self._answer.has_begun and self._answer_mode is BodyMode.FULL_DUPLEX_STREAMED:
-            self.relay = BodyRelay(self._answer.take)
+            self.relay = ResponseBodyRelay(self._answer.take)
         return self._ended(passed, is_end=body.end_of_stream)
 
     def decision_answers(self, decision: Decision) -> list[bytes]:
@@ -157,7 +157,7 @@ class DuplexExchange:
         if served:
             self._answer.served = served
         if self._is_copy:
-            self._chosen = read_chosen_endpoints(message) or self._chosen
+            self._chosen = read_other_picker_endpoints(message) or self._chosen
 
     def _tokens(self) -> dict[str, str]:
         """Headers that bind the client's session to its endpoint."""

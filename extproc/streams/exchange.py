@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from extproc.core.effects import Decision, RequestHeld, RequestRefused
 from extproc.core.request_record import BUNDLE, GatewayProperties
 from extproc.refusals import BadRequest, InternalError, Refusal
-from extproc.streams.direct_responses import OWN_CALLS, direct_call_response, direct_response
+from extproc.streams.direct_responses import OWN_CALLS, direct_grpc_response, direct_response
 from extproc.streams.headers import (
     UNKNOWN,
     StreamOrigin,
@@ -28,8 +28,7 @@ from extproc.streams.headers import (
     read_status,
 )
 from extproc.streams.message_order import ANSWER_KINDS, BodyMode, IllegalMessage, MessageOrder
-from extproc.streams.request import StreamRequest
-from extproc.streams.responses import (
+from extproc.streams.processing_responses import (
     CONTINUE_FOREIGN_HEADERS,
     CONTINUE_HEADERS,
     CONTINUE_REQUEST_TRAILERS,
@@ -42,6 +41,7 @@ from extproc.streams.responses import (
     refusal_answer,
     trace_metadata,
 )
+from extproc.streams.request import StreamRequest
 from extproc.wire_names import CONTENT_ENCODING
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Exchange:
         return request.pending if request is not None and not self._is_answered else None
 
     @property
-    def relay(self) -> Callable[[bytes], bytes | None] | None:
+    def passthrough_relay(self) -> Callable[[bytes], bytes | None] | None:
         """Answers messages that change nothing here, as they come: from a serialized message to the answer. None
         instead of an answer: it must be parsed and received. None instead of a function: any message must.
         """
@@ -195,7 +195,7 @@ class Exchange:
             return conversation.receive(message, kind)
         except Refusal as refusal:
             self._is_answered = True
-            self._context.metrics.count_refusal(refusal)
+            self._context.metrics.count_early_refusal(refusal)
             self._context.trace_refusal(refusal.outcome, self._opened_at_s)
             if self._context.metrics.recent.is_open:
                 self._context.metrics.recent.on_early_refusal(conversation.head, refusal, self._context.clock())
@@ -284,7 +284,7 @@ class Exchange:
         """End a request that cannot be decided."""
         self._is_answered = True
         refusal = InternalError()
-        self._context.metrics.count_refusal(refusal)
+        self._context.metrics.count_early_refusal(refusal)
         head = None if self._conversation is None else self._conversation.head
         return self._refusal_answer(refusal, head)
 
@@ -444,7 +444,7 @@ class BufferedExchange:
     def _begin(self, head: RequestHead, body: bytes) -> list[bytes]:
         began_s = self._context.clock()
         if head.path in OWN_CALLS and self._attachment.is_bundle and not self._server:
-            answer = direct_call_response(self._context, head, body)
+            answer = direct_grpc_response(self._context, head, body)
             if answer is not None:
                 return [answer]
         builder = self._context.core.builder

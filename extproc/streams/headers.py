@@ -155,7 +155,7 @@ def read_served_endpoint(message: ProcessingRequest) -> str:
     return value.string_value if value is not None else ""
 
 
-def read_chosen_endpoints(message: ProcessingRequest) -> str:
+def read_other_picker_endpoints(message: ProcessingRequest) -> str:
     """The endpoints that another picker has chosen, or an empty string if the gateway does not report it."""
     value = metadata_value(message.metadata_context, LB_NAMESPACE, DESTINATION)
     return value.string_value if value is not None else ""

@@ -148,7 +148,7 @@ class GrpcServer:
         cast("asyncio.Task[None]", asyncio.current_task()).add_done_callback(self._one_less)
         messages = _Messages(call)
         try:
-            while (message := await messages.next(exchange.relay)) is not None:
+            while (message := await messages.next(exchange.passthrough_relay)) is not None:
                 answers = await self._received(exchange, message)
                 # bodies are not kept while the request waits, nor while the answer takes its time
                 del message

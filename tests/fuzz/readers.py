@@ -45,7 +45,7 @@ from extproc.engines.metrics import MetricsReader
 from extproc.engines.prometheus_text import MetricsPageRefused
 from extproc.feeds.http_get import BadResponse, ResponseParser
 from extproc.feeds.saved_limits import SavedLimits
-from extproc.feeds.tokenizers import max_prompt_tokens, parse_tokens
+from extproc.feeds.tokenizers import max_tokens_in_payload, parse_tokens
 from extproc.llmd.picker_builder import InstalledPluginChecker
 from extproc.prefix.kv_event_decoder import UnreadableEvents
 from extproc.prefix.kv_index import EventSource, KvIndex, KvStream
@@ -402,7 +402,7 @@ def _json_answers() -> Attempt:
 
 def _token_answers() -> Attempt:
     def attempt(rng: random.Random) -> bool:
-        most = max_prompt_tokens(b"x" * rng.choice((0, 10, 1_000)))
+        most = max_tokens_in_payload(b"x" * rng.choice((0, 10, 1_000)))
         try:
             found = parse_tokens(broken_json(rng, of="tokens"), most)
         except UnreadableResponse:

@@ -18,7 +18,7 @@ from bench.stack.processes import Processes, free_ports
 from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.envoy_admin import read_envoy_state
 from extproc.api.config_loader import load_directory
-from extproc.api.status_pages import REPORT_PATH, ConfigReport
+from extproc.api.status_page_contents import REPORT_PATH, ConfigReport
 from tests.fork_server import output_of
 from tests.waiting import eventually
 

@@ -17,14 +17,14 @@ from bench.stack.processes import free_ports
 from controller.autoscaler.decision.merged_gateway_reports import SignalAggregator
 from controller.kube.gateway_reports import DemandFeed
 from controller.kube.metrics_and_health import serve_pages
-from extproc.api.status_pages import LOADS_LABEL
+from extproc.api.status_page_contents import LOADS_LABEL
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from controller.autoscaler.decision.traffic import TrafficTotals
-    from extproc.api.status_pages import ProcessDemand
+    from extproc.api.status_page_contents import ProcessDemand
 
 POD = "attache/gateway"
 

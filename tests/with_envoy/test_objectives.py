@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from extproc.api.status_pages import SloObjectiveCounts
+from extproc.api.status_page_contents import SloObjectiveCounts
 from tests.fork_server import output_of
 from tests.waiting import eventually
 from tests.with_envoy.stand_in import gateway_on

@@ -22,7 +22,7 @@ import yaml
 
 from bench.stack.loopback_stack import MODEL, EngineFlags, Stack, running_stack
 from extproc.api.spec import API_VERSION
-from extproc.api.status_pages import content_digest
+from extproc.api.status_page_contents import content_digest
 from tests.examples import IS_SLOW, slow
 from tests.waiting import eventually
 

@@ -13,7 +13,7 @@ from bench.cluster.kubernetes_binaries import AssetsMissing, ClusterBinaries, fi
 from bench.cluster.local_control_plane import ControlPlane, ControlPlaneOptions, running_control_plane
 from controller.kube.api_resources import DEPLOYMENTS, NODES, PODS, key_of
 from controller.kube.client import Client, connect
-from extproc.api.status_pages import LOADS_LABEL
+from extproc.api.status_page_contents import LOADS_LABEL
 from tests.fake_api.server import FakeServer, running_fake_api_server
 from tests.fork_server import forked_starts
 from tests.programs import not_tested

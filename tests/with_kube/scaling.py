@@ -17,7 +17,7 @@ from controller.autoscaler.reconciler.decision_records import DecisionRecords
 from controller.autoscaler.reconciler.demand import DemandView
 from controller.autoscaler.reconciler.metric_sources import SourceSettings
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
-from controller.autoscaler.reconciler.reconcile import Decider
+from controller.autoscaler.reconciler.reconcile import DeciderFunctions
 from controller.autoscaler.reconciler.scalables import STATEFUL_SETS
 from controller.kube.api_resources import (
     AUTOSCALING_POLICIES,
@@ -77,11 +77,11 @@ class Wanted:
         return decision, (memory or 0) + 1
 
     @property
-    def decider(self) -> Decider:
+    def decider(self) -> DeciderFunctions:
         def restored(kept: bytes, _: float) -> int:
             return int(kept)
 
-        return Decider(self.decide, lambda memory: b"7" if memory else b"", restored)
+        return DeciderFunctions(self.decide, lambda memory: b"7" if memory else b"", restored)
 
 
 class Demand:

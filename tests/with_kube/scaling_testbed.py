@@ -38,7 +38,7 @@ from controller.kube.api_resources import (
 )
 from controller.kube.client import Client, connect
 from controller.kube.errors import NotFound
-from extproc.api.status_pages import LOADS_LABEL
+from extproc.api.status_page_contents import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

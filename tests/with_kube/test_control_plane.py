@@ -111,7 +111,7 @@ async def test_pods_outlive_an_outage_of_the_api(place: Place, plane: ControlPla
         # what happens meanwhile is told afterwards
         place.node.kill(f"{place.namespace}/one")
     finally:
-        await plane.start_api()
+        await plane.restart_api()
     status = await place.until(lambda one: one["containerStatuses"][0]["restartCount"] == 1 and is_ready(one))
     assert status["containerStatuses"][0]["lastState"]["terminated"]["exitCode"] == 137
 

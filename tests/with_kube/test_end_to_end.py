@@ -245,7 +245,7 @@ async def test_no_request_fails_while_engines_come_and_go_and_the_api_server_is_
         await site.kube.plane.stop_api()
         await asyncio.sleep(OUTAGE_S)
         assert asking.answers > before, "requests go on without the API server"
-        await site.kube.plane.start_api()
+        await site.kube.plane.restart_api()
         await site.scale(3)
     assert asking.failures == []
     assert asking.answers > 50

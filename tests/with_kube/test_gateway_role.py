@@ -36,7 +36,7 @@ from controller.kube.informer import InformerTiming
 from controller.kube.leader_election import LeaderElection
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory
-from extproc.api.status_pages import REPORT_PATH, ConfigReport
+from extproc.api.status_page_contents import REPORT_PATH, ConfigReport
 from tests.kube_objects import Object, picker_config, route, server
 from tests.waiting import eventually
 from tests.with_kube.managing import define_kinds
@@ -324,7 +324,7 @@ async def test_while_the_api_server_is_away_the_directory_stays(
             await kube.plane.stop_api()
             await asyncio.sleep(1)
             assert addresses(tmp_path) == ["127.0.1.1:8000"]
-            await kube.plane.start_api()
+            await kube.plane.restart_api()
         else:
             fake = only_fake(kube)
             fake.faults.refuse(10, 500)

@@ -248,7 +248,7 @@ async def test_it_survives_an_outage_of_the_server(client: Client, plane: Contro
     await client.create(CONFIG_MAPS, config_map(namespace, "before"))
     async with following(client, namespace) as informer:
         await plane.stop_api()
-        await plane.start_api()
+        await plane.restart_api()
         await client.create(CONFIG_MAPS, config_map(namespace, "after"))
         await eventually(lambda: names(informer) == {"before", "after"})
 

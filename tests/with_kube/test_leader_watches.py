@@ -16,7 +16,7 @@ from controller.autoscaler.reconciler.informers import NamespacedPodInformers
 from controller.autoscaler.reconciler.metrics import ScalingMetrics
 from controller.kube.api_resources import MODEL_INFERS, NODES, PODS, ApiResource
 from controller.kube.client import Client
-from controller.kube.pods import POD_VIEW
+from controller.kube.pod_views import POD_VIEW
 from controller.kube.shared_informers import SharedInformers
 from tests.waiting import eventually
 from tests.with_kube.kubes import make_namespace

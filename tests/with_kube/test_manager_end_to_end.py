@@ -210,7 +210,7 @@ async def test_an_api_server_that_is_away_for_ten_seconds_is_outlived(
     await place.until_settled(2)
     await kube.plane.stop_api()
     await asyncio.sleep(10)
-    await kube.plane.start_api()
+    await kube.plane.restart_api()
     await client.merge_patch(MODEL_INFERS, "llama", namespace, {"spec": {"replicas": 3}}, subresource="scale")
     await place.until_settled(3)
     assert not manager.task.done()

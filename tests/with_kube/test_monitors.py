@@ -21,7 +21,7 @@ from controller.gateway.metrics import GatewayMetrics
 from controller.kube.manager_metrics import ManagerMetrics
 from controller.kube.metrics_and_health import serve_pages
 from controller.usage.ingest import IngestCounters
-from controller.usage.metrics import UsageMetrics
+from controller.usage.ingest_metrics import UsageIngestMetrics
 from extproc.runtime.api_translator_metrics import TranslatorMetrics
 from tests.waiting import eventually
 from tests.with_kube.monitors import checked, configuration, endpoints_of, job_name, scrape_configs
@@ -75,7 +75,7 @@ async def processes(folder: Path) -> AsyncIterator[dict[str, str]]:
         return False
 
     gateway, manager, translator, usage = GatewayMetrics(), ManagerMetrics(), TranslatorMetrics(), CollectorRegistry()
-    usage.register(UsageMetrics(IngestCounters(), lambda: 0.0))
+    usage.register(UsageIngestMetrics(IngestCounters(), lambda: 0.0))
     ScalingMetrics(manager.registry)
     async with (
         Processes(folder) as started,

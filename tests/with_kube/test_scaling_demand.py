@@ -30,7 +30,7 @@ from controller.kube.client import connect
 from controller.kube.metrics_and_health import serve_pages
 from controller.kube.shared_informers import SharedInformers
 from extproc.api.spec import API_VERSION
-from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, ProcessDemand, ServerDemand
+from extproc.api.status_page_contents import DEMAND_PATH, LOADS_LABEL, ProcessDemand, ServerDemand
 from tests.waiting import eventually
 from tests.with_kube.kubes import FAKE
 from tests.with_kube.managing import IMPATIENT, QUICK_QUEUE, define_kinds

@@ -32,7 +32,7 @@ from controller.kube.client import Client, connect
 from controller.kube.informer import Informer, Selection
 from controller.kube.leader_election import LeaderElection
 from controller.models.model_infer import names
-from extproc.api.status_pages import LOADS_LABEL, LOADS_PATH
+from extproc.api.status_page_contents import LOADS_LABEL, LOADS_PATH
 from extproc.llmd.picker_builder import InstalledPluginChecker
 from tests.kube_objects import resource, route
 from tests.waiting import eventually

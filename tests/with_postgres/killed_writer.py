@@ -19,7 +19,7 @@ from typing import Final
 
 from controller.usage.ingest import Ingest
 from controller.usage.json_lines_store import JsonLinesStore
-from controller.usage.log_follower import LogFollower, LogPosition, LogRotation
+from controller.usage.log_follower import LogFollower, LogPosition, LogRotator
 from controller.usage.store import SqlStore, UsageSink, open_engine
 from tests.examples import IS_SLOW
 from tests.usage_lines import NOON_S, line, text
@@ -83,7 +83,7 @@ def _write(url: str, log: Path, tells: int) -> None:
         wall=lambda: NOON_S + 60.0,
         keep_requests_s=_DAY_S,
         keep_rollups_s=_DAY_S,
-        rotation=LogRotation(log, 20_000, lambda: True),
+        rotation=LogRotator(log, 20_000, lambda: True),
     )
     while not ingest.counts.rows:
         time.sleep(min(0.01, ingest.step()))

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from controller.usage.ingest import Ingest
 from controller.usage.json_lines_store import JsonLinesStore
-from controller.usage.log_follower import SETTLE_S, LogFollower, LogPosition, LogRotation
+from controller.usage.log_follower import SETTLE_S, LogFollower, LogPosition, LogRotator
 from controller.usage.store import SqlStore, open_engine, requests, rollups_day, rollups_hour
 from tests.usage_lines import NOON_S, line, text
 from tests.waiting import eventually
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DAY_S = 86_400.0
 
 
-def ingest_of(sink: UsageSink, log: Path, rotation: LogRotation | None = None) -> Ingest:
+def ingest_of(sink: UsageSink, log: Path, rotation: LogRotator | None = None) -> Ingest:
     now_s = [0.0]
 
     def clock() -> float:
@@ -149,7 +149,7 @@ def test_rotation_under_load_loses_nothing(store_url: str, tmp_path: Path) -> No
         asked.append(written)
         return len(asked) % 2 == 0
 
-    ingest = ingest_of(store, log, LogRotation(log, 20_000, ask))
+    ingest = ingest_of(store, log, LogRotator(log, 20_000, ask))
     written = reopened = 0
     file = log.open("ab", buffering=0)
     while reopened < 4 or asked:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from extproc.admission.rate_limits import Charge, Grant, RequestUsage, StoreUnavailable
-from extproc.admission.token_buckets import BucketReport, Limit
+from extproc.admission.token_buckets import BucketReportToStore, Limit
 from extproc.feeds.redis_limits import RedisLimits, _read_answer, _settled, _Settlement
 from extproc.metrics.request_metrics import Metrics
 from extproc.refusals import RateLimited
@@ -355,7 +355,7 @@ async def test_the_scripts_and_their_model_agree(limits: list[RedisLimits]) -> N
         owed, uncovered = told + rng.choice([0.0, 0.0, 5.0]), rng.choice([0.0, 3.0, math.inf])
         # of no answer, of an earlier life of the bucket, or of this one
         seen_at_s = rng.choice([0.0, 0.0, 1e-9, 1e12])
-        stated = BucketReport(rng.uniform(20, 100), owed, told, uncovered, seen_at_s)
+        stated = BucketReportToStore(rng.uniform(20, 100), owed, told, uncovered, seen_at_s)
         if rng.random() < 0.05:
             await one._redis.flushall()
             store.forget()

@@ -14,8 +14,8 @@ from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, Effect
 from extproc.core.request_record import RequestHead
 from extproc.metrics.request_metrics import Metrics
-from extproc.replication.buses import LocalBus, RedisBus
-from extproc.replication.peers import Bus, PeerEventExchange
+from extproc.replication.buses import RedisBus, UnixSocketBus
+from extproc.replication.peer_event_exchange import Bus, PeerEventExchange
 from tests.extproc.conftest import CONFIG
 from tests.waiting import eventually
 
@@ -170,7 +170,7 @@ async def test_a_redis_that_is_not_there_harms_nobody() -> None:
 
 
 async def test_workers_share_over_sockets(tmp_path: Path) -> None:
-    async with processes(*(LocalBus(tmp_path, name) for name in "abc")) as made:
+    async with processes(*(UnixSocketBus(tmp_path, name) for name in "abc")) as made:
         await connected(made)
         decisions = [process.send("hello") for process in made]
         await eventually(lambda: all(process.in_flight == 3 for process in made))
@@ -180,7 +180,7 @@ async def test_workers_share_over_sockets(tmp_path: Path) -> None:
 
 
 async def test_a_worker_that_dies_leaves_no_requests_behind(tmp_path: Path) -> None:
-    async with processes(*(LocalBus(tmp_path, name) for name in "ab")) as made:
+    async with processes(*(UnixSocketBus(tmp_path, name) for name in "ab")) as made:
         await connected(made)
         made[0].send("hello")
         await eventually(lambda: made[1].in_flight == 1)

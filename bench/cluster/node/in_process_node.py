@@ -215,12 +215,12 @@ class Heartbeat:
         while True:
             try:
                 if not self.silent:
-                    await (self._renew() if self.registered.is_set() else self.beat())
+                    await (self._renew() if self.registered.is_set() else self.register_node())
             except ClusterError as error:
                 _log.warning("node %s: %s", self._spec.name, error)
             await asyncio.sleep(self._period_s if self.registered.is_set() else 0.5)
 
-    async def beat(self) -> None:
+    async def register_node(self) -> None:
         """Write the Node and its status; raises ClusterError."""
         await self._client.apply(NODES, node_object(self._spec), manager=_MANAGER, force=True)
         await self._write("True")
@@ -371,7 +371,7 @@ class Node:
         """The machine is back, without its former processes: its pods are restarted."""
         self._is_lost = False
         self._heartbeat.silent = False
-        await self._heartbeat.beat()
+        await self._heartbeat.register_node()
         for key in self.pods.objects:
             self._changed.put_nowait(key)
 

@@ -289,7 +289,7 @@ class PodFiles:
         self._write_volumes(pod, sources)
         self._known = sources
 
-    def handler_environment(self, container: str) -> HandlerEnvironment:
+    def handler_context(self, container: str) -> HandlerEnvironment:
         """Where the container's probes and hooks run."""
         variables = self._environments.get(container, {})
         places = self._places.get(container, {})

@@ -197,7 +197,7 @@ class PodWorker:
         clock = asyncio.get_running_loop().time
         kill_at_s = clock() + grace_s
         if spec.pre_stop is not None and grace_s > 0:
-            where = self._files.handler_environment(spec.name)
+            where = self._files.handler_context(spec.name)
             ok, why = await run_handler(spec.pre_stop, spec, where, self._tools.http, grace_s)
             if not ok:
                 log.warning("preStop of %s/%s: %s", self.machine.spec.key, container, why)
@@ -217,7 +217,7 @@ class PodWorker:
         if state is None:
             return
         spec = self.machine.containers[container].spec
-        where = self._files.handler_environment(container)
+        where = self._files.handler_context(container)
         ok, why = await run_handler(state.spec.handler, spec, where, self._tools.http, state.spec.timeout_s)
         self.machine.on_probe_result(container, kind, ok=ok, message=why)
 

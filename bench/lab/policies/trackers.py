@@ -20,7 +20,7 @@ import numpy as np
 from bench.engine.request import Request
 from bench.virtual.observers import REQUEST_KEY, RequestObserver
 from extproc.endpoints.learned_speeds import PromptCost
-from extproc.scheduling.picker import Picker, RequestDemand
+from extproc.scheduling.picker import Picker, RequestDemandByRow
 
 if TYPE_CHECKING:
     import random
@@ -154,7 +154,7 @@ class PrefixMemoryPolicy:
         self._remember_ended()
         cached = self._cached(view, request)
         uncached = np.maximum(view.request.input_tokens - cached, 0.0)
-        demand = RequestDemand(cached, self._cost.prefill_work(uncached, cached))
+        demand = RequestDemandByRow(cached, self._cost.prefill_work(uncached, cached))
         pick = self._picker.pick(msgspec.structs.replace(view, demand=demand), rng=rng)
         row = pick.rows[0]
         if self._rule.by == "sent":

@@ -232,14 +232,14 @@ class CompletionMarker(msgspec.Struct, frozen=True):
     completed_at: str
 
 
-class EntryState(msgspec.Struct, frozen=True):
+class EntryLockState(msgspec.Struct, frozen=True):
     """An entry and its lock, as a process sees them."""
 
     is_ready: bool
     holds_lock: bool
 
 
-def next_cache_step(found: EntryState) -> Step:
+def next_cache_step(found: EntryLockState) -> Step:
     """Use a complete entry; fetch only with the lock; else follow the process that holds it.
 
     If the holder dies, the kernel frees its lock at once. The follower that gets it next finds an incomplete entry and

@@ -19,7 +19,7 @@ from controller.agents.downloader.archives import ArchiveLimits, Unpacker, Unpac
 from controller.agents.downloader.cache import (
     CachedFile,
     CompletionMarker,
-    EntryState,
+    EntryLockState,
     FileLock,
     WeightCache,
     choose_evictions,
@@ -240,7 +240,7 @@ class ReadyWeights(msgspec.Struct, frozen=True):
 
 async def download(job: DownloadJob, environment: EnvironmentReader, tracker: ProgressTracker) -> ReadyWeights:
     """Have the weights on this node, and linked; raises a DownloadError."""
-    tracker.start()
+    tracker.notify_download_start()
     try:
         async with asyncio.timeout(job.timeout_s):
             return await _download(job, environment, tracker)
@@ -349,7 +349,7 @@ async def _completed(
         while True:
             is_ours = use.acquire(shared=True)  # else it is being evicted
             is_ready = is_ours and entry.read_completion_marker() is not None
-            match next_cache_step(EntryState(is_ready, holds_lock=not is_ready and is_ours and lock.acquire())):
+            match next_cache_step(EntryLockState(is_ready, holds_lock=not is_ready and is_ours and lock.acquire())):
                 case "use":
                     return use
                 case "fetch":

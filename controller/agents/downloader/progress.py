@@ -82,7 +82,7 @@ class ProgressTracker:
         self._listeners = listeners
         self._notified_at_s = float("-inf")
 
-    def start(self) -> None:
+    def notify_download_start(self) -> None:
         """Notify all listeners that the download begins."""
         self._notify()
 

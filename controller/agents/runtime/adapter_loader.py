@@ -47,7 +47,7 @@ _LEAVE_S: Final = 3.0
 _LONGEST_LEAVE_S: Final = 60.0
 
 
-class Adapter(msgspec.Struct, frozen=True):
+class LoadedAdapter(msgspec.Struct, frozen=True):
     """A loaded adapter. ``path``: from the engine, empty if it lists none. ``used_at_s``: last in use, or loaded."""
 
     name: str
@@ -56,7 +56,7 @@ class Adapter(msgspec.Struct, frozen=True):
     is_in_use: bool = False
 
 
-class EngineAdapters(msgspec.Struct, frozen=True):
+class EngineAdapterState(msgspec.Struct, frozen=True):
     """The engine's adapters. ``limit``: most adapters, 0 if unknown. ``pinned``: never evicted.
 
     ``tells_use``: False while it is unknown which adapters are in use, although the engine reports it. ``memory``:
@@ -64,7 +64,7 @@ class EngineAdapters(msgspec.Struct, frozen=True):
     for what it has, without a gap. ``is_idle``: it has no requests, as far as it reports.
     """
 
-    loaded: Mapping[str, Adapter]
+    loaded: Mapping[str, LoadedAdapter]
     pinned: frozenset[str] = frozenset()
     limit: int = 0
     tells_use: bool = True
@@ -91,7 +91,9 @@ class AdapterAction(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def next_adapter_action(shelf: EngineAdapters, name: str, path: str, *, keep_s: float, now_s: float) -> AdapterAction:
+def next_adapter_action(
+    shelf: EngineAdapterState, name: str, path: str, *, keep_s: float, now_s: float
+) -> AdapterAction:
     """How to have ``name`` with the files at ``path``. ``keep_s``: see ``victim``."""
     held = shelf.loaded.get(name)
     if held is not None and (not path or not held.path or held.path == path):
@@ -111,7 +113,7 @@ def next_adapter_action(shelf: EngineAdapters, name: str, path: str, *, keep_s: 
     )
 
 
-def adapter_to_evict(shelf: EngineAdapters, *, keep_s: float, now_s: float) -> str:
+def adapter_to_evict(shelf: EngineAdapterState, *, keep_s: float, now_s: float) -> str:
     """The least recently used adapter that may go; empty if none may.
 
     One that was in use, or loaded, less than ``keep_s`` ago stays: requests for it may be on their way to the engine.
@@ -120,13 +122,17 @@ def adapter_to_evict(shelf: EngineAdapters, *, keep_s: float, now_s: float) -> s
     return min(candidates, key=lambda one: (one.used_at_s, one.name)).name if candidates else ""
 
 
-def _may_go(one: Adapter, shelf: EngineAdapters, keep_s: float, now_s: float, *, ignores_pin: bool = False) -> bool:
+def _may_go(
+    one: LoadedAdapter, shelf: EngineAdapterState, keep_s: float, now_s: float, *, ignores_pin: bool = False
+) -> bool:
     if one.is_in_use or not shelf.tells_use or now_s - one.used_at_s < keep_s:
         return False
     return ignores_pin or one.name not in shelf.pinned
 
 
-def idle_adapters(shelf: EngineAdapters, declared: Iterable[str], idle_s: float, now_s: float) -> list[str]:
+def idle_declared_adapters(
+    shelf: EngineAdapterState, declared: Iterable[str], idle_s: float, now_s: float
+) -> list[str]:
     """The adapters of the file that were not used for ``idle_s``, without pinned ones."""
     held = [shelf.loaded[name] for name in declared if name in shelf.loaded]
     return [one.name for one in held if _may_go(one, shelf, idle_s, now_s)]
@@ -167,7 +173,9 @@ class WantedAdapters(msgspec.Struct, frozen=True):
     failures: Mapping[str, LoadFailures] = {}
 
 
-def adapter_changes(shelf: EngineAdapters, wishes: WantedAdapters, *, keep_s: float, now_s: float) -> AdapterChanges:
+def adapter_changes(
+    shelf: EngineAdapterState, wishes: WantedAdapters, *, keep_s: float, now_s: float
+) -> AdapterChanges:
     """Pinned adapters are loaded whatever has to go for them, others of the file while there is room. Where memory is
     counted, others are loaded only if all of the file fit: otherwise every server would hold the same ones, and those
     that requests need would find no room.
@@ -191,7 +199,7 @@ def adapter_changes(shelf: EngineAdapters, wishes: WantedAdapters, *, keep_s: fl
     return AdapterChanges((*pinned, *replaced, *fresh[: max(room, 0)]), tuple(unload))
 
 
-def _is_due(name: str, shelf: EngineAdapters, wishes: WantedAdapters, now_s: float) -> bool:
+def _is_due(name: str, shelf: EngineAdapterState, wishes: WantedAdapters, now_s: float) -> bool:
     if name in wishes.unwanted or name in wishes.coming:
         return False
     failure = wishes.failures.get(name)
@@ -236,7 +244,7 @@ class AdapterUsage:
 
     def loaded_adapters(
         self, listed: Mapping[str, str], page: EngineMetricsPage | None, now_s: float
-    ) -> dict[str, Adapter]:
+    ) -> dict[str, LoadedAdapter]:
         """The loaded adapters with their last use. ``listed``: paths by name, empty where the engine lists none.
 
         One that is seen for the first time counts as used now: the agent may have started after it was loaded.
@@ -249,7 +257,7 @@ class AdapterUsage:
         if page is not None:
             in_use = self._models(page, now_s) if self._tells_models else self._loras(page, now_s)
         return {
-            name: Adapter(name, path or self._paths.get(name, ""), self._used_at_s[name], name in in_use)
+            name: LoadedAdapter(name, path or self._paths.get(name, ""), self._used_at_s[name], name in in_use)
             for name, path in listed.items()
         }
 
@@ -371,7 +379,7 @@ class AdapterLoader:
         except ValueError as error:
             raise LoadRefused(400, str(error)) from error
 
-    async def engine_adapters(self, *, with_use: bool = True) -> EngineAdapters:
+    async def engine_adapters(self, *, with_use: bool = True) -> EngineAdapterState:
         """The engine's adapters now; raises LoadRefused if it does not list them. ``with_use``: also which are in
         use.
         """
@@ -385,7 +393,7 @@ class AdapterLoader:
         adapters = self._uses.loaded_adapters(listed, page, self._clock())
         slots = page.adapters.slots if page is not None and page.adapters is not None else 0
         self._counters.adapters = len(adapters)
-        return EngineAdapters(
+        return EngineAdapterState(
             adapters,
             pinned,
             self.limit or slots,
@@ -432,9 +440,9 @@ class AdapterLoader:
                     self._note_failure(name, refused)
         return shelf.pinned <= {*shelf.loaded, *self.failures}
 
-    async def _unload_unused(self, shelf: EngineAdapters) -> None:
+    async def _unload_unused(self, shelf: EngineAdapterState) -> None:
         idle_s = self._settings.idle_unload_s
-        unused = idle_adapters(shelf, self.file.declared, idle_s, self._clock()) if idle_s else []
+        unused = idle_declared_adapters(shelf, self.file.declared, idle_s, self._clock()) if idle_s else []
         self._leaving = {name: self._leaving.get(name, self._clock()) for name in unused}
         for name in unused:
             async with self._changing:
@@ -538,7 +546,7 @@ class AdapterLoader:
             log.info("the engine holds no more than %d adapters: %s", self.limit, answer.message)
         raise LoadRefused(503, f"no room was made for {name}", 1)
 
-    async def _unload(self, name: str, shelf: EngineAdapters, why: str) -> None:
+    async def _unload(self, name: str, shelf: EngineAdapterState, why: str) -> None:
         try:
             await self._engine.unload_adapter(name, timeout_s=self._settings.load_timeout_s)
         except EngineFailed as error:

@@ -27,7 +27,7 @@ from controller.agents.runtime.batching.tensor_merge import (
     parse_batch_part,
     split_response,
 )
-from extproc.http_headers import HOP_BY_HOP
+from extproc.hop_by_hop_headers import HOP_BY_HOP
 from extproc.http_relay import is_rewritable_header, relay_session
 from extproc.page_server import PageLimits, PageServer
 

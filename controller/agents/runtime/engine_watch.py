@@ -18,7 +18,7 @@ from controller.agents.runtime.engine_client import (
     is_wrong_api_status,
     warm_up_prompts,
 )
-from controller.agents.runtime.health import (
+from controller.agents.runtime.engine_health import (
     EngineHealth,
     on_connection_refused,
     on_metrics_read,

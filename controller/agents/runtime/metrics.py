@@ -38,11 +38,11 @@ class HistogramBuckets:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
-    def histogram(self) -> Histogram:
+    def histogram(self) -> CumulativeHistogram:
         """As on the page."""
         *counts, count = accumulate(self._counts)
         bounds = zip(map(_number, self._bounds), counts, strict=True)
-        return Histogram((*bounds, ("+Inf", count)), self._total, count)
+        return CumulativeHistogram((*bounds, ("+Inf", count)), self._total, count)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class AgentCounters:
     batches: BatchCounters | None = None
 
 
-class Histogram(msgspec.Struct, frozen=True):
+class CumulativeHistogram(msgspec.Struct, frozen=True):
     """Cumulative counts by upper bound, as written on the page."""
 
     buckets: tuple[tuple[str, float], ...]
@@ -106,7 +106,7 @@ class EngineMetricsPage(msgspec.Struct, frozen=True):
     """
 
     values: dict[str, dict[str, float]]
-    histograms: dict[str, dict[str, Histogram]]
+    histograms: dict[str, dict[str, CumulativeHistogram]]
     adapters: AdapterUseReport | None = None
 
     def total(self, family: str) -> float | None:
@@ -131,7 +131,7 @@ class _Sample(msgspec.Struct, frozen=True):
 def parse_engine_metrics(page: bytes, dialect: Dialect, *, unix_s: float) -> EngineMetricsPage:
     """Raises PageRefused. ``unix_s``: the time now, because vLLM reports by Unix time when adapters were in use."""
     values: dict[str, dict[str, float]] = {}
-    histograms: dict[str, dict[str, Histogram]] = {}
+    histograms: dict[str, dict[str, CumulativeHistogram]] = {}
     for family in FAMILIES:
         for source in dialect.sources.get(family.name, ()):
             if family.kind == "histogram":
@@ -164,7 +164,7 @@ def _by_model(samples: Iterable[_Sample], model_label: str, *, is_mean: bool = F
     return {model: sum(each) / (len(each) if is_mean else 1) for model, each in numbers.items()}
 
 
-def _histograms(page: bytes, source: MetricName, model_label: str) -> dict[str, Histogram]:
+def _histograms(page: bytes, source: MetricName, model_label: str) -> dict[str, CumulativeHistogram]:
     totals, counts = (_by_model(_samples(page, source, suffix), model_label) for suffix in ("_sum", "_count"))
     buckets: dict[str, dict[str, float]] = {model: {} for model in counts}
     for one in _samples(page, source, "_bucket") if counts else ():
@@ -172,7 +172,7 @@ def _histograms(page: bytes, source: MetricName, model_label: str) -> dict[str, 
         if of_model is not None and (bound := one.labels.get("le", "")):
             of_model[bound] = of_model.get(bound, 0.0) + one.value
     return {
-        model: Histogram(tuple(buckets[model].items()), totals.get(model, 0.0), count)
+        model: CumulativeHistogram(tuple(buckets[model].items()), totals.get(model, 0.0), count)
         for model, count in counts.items()
     }
 
@@ -233,14 +233,14 @@ def _engine_lines(family: EngineMetricFamily, page: EngineMetricsPage) -> Iterat
             yield from _histogram_lines(name, one, model)
 
 
-def _histogram_lines(name: str, one: Histogram, model: str = "") -> Iterator[str]:
+def _histogram_lines(name: str, one: CumulativeHistogram, model: str = "") -> Iterator[str]:
     for bound, count in one.buckets:
         yield f"{name}_bucket{_labels(model=model, le=bound)} {_number(count)}"
     yield f"{name}_sum{_labels(model=model)} {_number(one.total)}"
     yield f"{name}_count{_labels(model=model)} {_number(one.count)}"
 
 
-def _has_buckets(histograms: Mapping[str, Histogram]) -> bool:
+def _has_buckets(histograms: Mapping[str, CumulativeHistogram]) -> bool:
     return all(one.buckets for one in histograms.values())
 
 

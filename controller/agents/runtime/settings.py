@@ -13,7 +13,7 @@ from controller.agents.runtime.batching.queue import BatchLimits
 from controller.agents.runtime.declared_adapters import SourcePolicy
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import ModelRequest, parse_prompts
-from controller.agents.runtime.health import HealthSettings
+from controller.agents.runtime.engine_health import HealthSettings
 from extproc.engines.dialects import DIALECTS, Dialect
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from controller.autoscaler.decision.allocation.allocate import allocate_stages, 
 from controller.autoscaler.decision.allocation.variants import variant_from_target
 from controller.autoscaler.decision.behavior import ReplicaBounds, scheduled_bounds
 from controller.autoscaler.decision.decision import AppliedRule, Decision, Strategy, TargetDecision
-from controller.autoscaler.decision.saved_state import BindingMemory, CachedAllocation, StageMemory
+from controller.autoscaler.decision.saved_state import BindingMemory, CachedAllocation, ServingStageMemory
 from controller.autoscaler.decision.situation import EngineState, Situation, TargetSituation
 from controller.autoscaler.decision.stage_replica_need import (
     StageReplicaNeed,
@@ -106,7 +106,7 @@ def _bounds(policy: AutoscalingPolicySpec, before: BindingMemory, now_s: float) 
 
 
 def _stage(
-    situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec, bounds: ReplicaBounds
+    situation: Situation, before: ServingStageMemory | None, policy: AutoscalingPolicySpec, bounds: ReplicaBounds
 ) -> StageReplicaNeed:
     known, memory = prepare_stage(situation, before, policy)
     return decide_stage(known, memory, policy, bounds, make_strategies(policy))

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 
 from controller.autoscaler.decision.situation import EngineReport
-from controller.autoscaler.decision.traffic import MOST_COUNTED, NONE_OF_TPOT, NONE_OF_TTFT, TrafficSums
-from extproc.api.status_pages import EngineDemand, ServerDemand
+from controller.autoscaler.decision.traffic import MOST_COUNTED, NONE_OF_TPOT, NONE_OF_TTFT, TrafficCounters
+from extproc.api.status_page_contents import EngineDemand, ServerDemand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from extproc.api.status_pages import ProcessDemand
+    from extproc.api.status_page_contents import ProcessDemand
 
 # No process counts as much, nor does an engine have as many; and no server has as many engines or models.
 MOST: Final = 1e15
@@ -54,7 +54,7 @@ class EngineSignal(msgspec.Struct, frozen=True, gc=False):
     step_s_per_token: float | None = None
 
 
-def merge_reports(report: Iterable[tuple[ServerDemand, float]]) -> dict[str, EngineSignal]:
+def engine_signals_by_address(report: Iterable[tuple[ServerDemand, float]]) -> dict[str, EngineSignal]:
     """By address. ``said``: each process's report of a ModelServer, and when it arrived.
 
     Requests are each process's own and are summed. Engine reports are the same engine seen by all: the newest counts.
@@ -71,7 +71,7 @@ def merge_reports(report: Iterable[tuple[ServerDemand, float]]) -> dict[str, Eng
 
 
 def _of_one(one: EngineDemand, last_report_s: float) -> EngineSignal:
-    """As ``merge_reports`` for a single process, which is the most frequent case."""
+    """As ``engine_signals_by_address`` for a single process, which is the most frequent case."""
     reported_at_s = None if one.report_age_s is None else last_report_s - one.report_age_s
     return EngineSignal(
         EngineReport(
@@ -123,16 +123,16 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-class ServerReports(msgspec.Struct):
+class ReportedServer(msgspec.Struct):
     """What one process reports of one ModelServer. ``server``: its last report, unchanged; None if the process no
     longer reports the server. ``highest``: the maximum of each counter, so that one which falls and rises again adds
     nothing.
     """
 
     server: ServerDemand | None = None
-    highest: TrafficSums = msgspec.field(default_factory=TrafficSums)
+    highest: TrafficCounters = msgspec.field(default_factory=TrafficCounters)
 
-    def store(self, report: ServerDemand) -> TrafficSums | None:
+    def store(self, report: ServerDemand) -> TrafficCounters | None:
         """Store the report; returns the growth of its counters since the last one, None if nothing has grown."""
         before, self.server = self.server, report
         if before is report:
@@ -144,7 +144,7 @@ class ServerReports(msgspec.Struct):
         ):
             return None
         highest, counters = self.highest, _counters(report)
-        return TrafficSums(
+        return TrafficCounters(
             _grown(highest.counters, counters),
             NONE_OF_TTFT if before is not None and before.ttft == report.ttft else _rise(highest.ttft, report.ttft),
             NONE_OF_TPOT if before is not None and before.tpot == report.tpot else _rise(highest.tpot, report.tpot),
@@ -284,7 +284,7 @@ class ReportingProcess(msgspec.Struct):
     last_report_s: float
     sequence: int
     whole_since_s: float
-    servers: dict[str, ServerReports] = {}
+    servers: dict[str, ReportedServer] = {}
 
     def is_silent(self, now: float) -> bool:
         """Whether its last report is older than the reporting interval allows."""

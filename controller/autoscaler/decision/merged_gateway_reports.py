@@ -20,19 +20,19 @@ import msgspec
 from controller.autoscaler.decision.gateway_reports import (
     SILENT_AFTER_S,
     EngineSignal,
+    ReportedServer,
     ReportingGateway,
     ReportingProcess,
-    ServerReports,
-    merge_reports,
+    engine_signals_by_address,
     sanitize_gauges,
 )
 from controller.autoscaler.decision.situation import Backlog, Freshness
-from controller.autoscaler.decision.traffic import Traffic, TrafficHistory, TrafficSums, sum_traffic
+from controller.autoscaler.decision.traffic import Traffic, TrafficCounters, TrafficHistory, sum_traffic
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from extproc.api.status_pages import ProcessDemand, ServerDemand
+    from extproc.api.status_page_contents import ProcessDemand, ServerDemand
 
 # At most one tick a second.
 _SHORTEST_TICK_S: Final = 0.9
@@ -53,7 +53,7 @@ class _Server(msgspec.Struct):
     """``since_s``: since when it is followed. ``has_changed``: its sums, since the last tick."""
 
     since_s: float
-    sums: TrafficSums = msgspec.field(default_factory=TrafficSums)
+    sums: TrafficCounters = msgspec.field(default_factory=TrafficCounters)
     history: TrafficHistory = msgspec.field(default_factory=TrafficHistory)
     has_changed: bool = False
 
@@ -126,7 +126,7 @@ class SignalAggregator:
         # counts from before the first report are left out
         is_new = reports is not None or before_s >= server.since_s
         if reports is None:
-            reports = process.servers[name] = ServerReports()
+            reports = process.servers[name] = ReportedServer()
         more = reports.store(page)
         if more is not None and is_new:
             _count(server, more, since_s=before_s, now=now)
@@ -163,7 +163,7 @@ class SignalAggregator:
         return ServerSignals(
             traffic=Traffic(points),
             waiting=_waiting(gathered, now),
-            engines=merge_reports(gathered),
+            engines=engine_signals_by_address(gathered),
             freshness=self._freshness(names, sources, now),
         )
 
@@ -209,7 +209,7 @@ class SignalAggregator:
         return len(own) >= _MOST_OWN
 
 
-def _count(server: _Server, more: TrafficSums, *, since_s: float, now: float) -> None:
+def _count(server: _Server, more: TrafficCounters, *, since_s: float, now: float) -> None:
     server.sums.add(more)
     server.has_changed = True
     since_s = max(since_s, server.since_s)

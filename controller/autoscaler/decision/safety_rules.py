@@ -15,10 +15,10 @@ from controller.autoscaler.decision.situation import EngineState, Freshness, Met
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from controller.api.autoscaling import Staleness
+    from controller.api.autoscaling import StalenessLimits
     from controller.api.autoscaling_policy import AutoscalingPolicySpec
     from controller.autoscaler.decision.decision import Recommendation
-    from controller.autoscaler.decision.saved_state import StageMemory
+    from controller.autoscaler.decision.saved_state import ServingStageMemory
     from extproc.api.quantities import Duration
 
 # Caches of the remaining replicas may be in use to this share.
@@ -97,7 +97,7 @@ def needs_gateways(policy: AutoscalingPolicySpec) -> bool:
     return by_load or metrics or policy.scale_to_zero is not None or policy.objective is not None
 
 
-def drop_stale_metrics(situation: Situation, staleness: Staleness) -> Situation:
+def drop_stale_metrics(situation: Situation, staleness: StalenessLimits) -> Situation:
     """Metrics whose samples are older than ``hard`` have a problem instead of a value."""
     metrics: Mapping[str, MetricReading] = {
         name: metric
@@ -152,7 +152,7 @@ def limit_by_data_age(answer: StageReplicas, situation: Situation, policy: Autos
     return answer.floored_at("Stale", situation.current_replicas, why) if why else answer
 
 
-def record_activity(memory: StageMemory, situation: Situation) -> StageMemory:
+def record_activity(memory: ServingStageMemory, situation: Situation) -> ServingStageMemory:
     """``memory`` with the activity in the situation. A gap in the data counts as activity."""
     traffic = situation.traffic
     totals = traffic.counters(len(traffic.points) - 1) if traffic.points else None
@@ -177,7 +177,7 @@ def _is_busy(situation: Situation) -> bool:
     return bool(situation.waiting.requests or situation.waiting.at_zero or has_requests or situation.freshness.silent)
 
 
-def why_not_zero(policy: AutoscalingPolicySpec, situation: Situation, memory: StageMemory) -> str:
+def why_not_zero(policy: AutoscalingPolicySpec, situation: Situation, memory: ServingStageMemory) -> str:
     """Why the stage must keep a replica; empty if it may have none."""
     rule = policy.scale_to_zero
     if rule is None:
@@ -200,7 +200,7 @@ def scale_to_zero(
     answer: StageReplicas,
     policy: AutoscalingPolicySpec,
     situation: Situation,
-    memory: StageMemory,
+    memory: ServingStageMemory,
     recommendations: Sequence[Recommendation],
 ) -> StageReplicas:
     """Remove the last replica after the idle time although strategies recommend it: the few requests in their longer

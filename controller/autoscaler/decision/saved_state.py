@@ -16,7 +16,7 @@ from controller.api.autoscaling_policy import STRATEGIES
 from controller.autoscaler.decision.allocation.target_backoff import TargetBackoff
 from controller.autoscaler.decision.allocation.variants import Allocation, AllocationRules, Variant
 from controller.autoscaler.decision.behavior import PanicState, ReplicaBounds, ScalingHistory
-from controller.autoscaler.decision.replica_speeds import MOST_STARTS, StartDurations
+from controller.autoscaler.decision.replica_performance import MOST_STARTS, StartDurations
 from controller.autoscaler.decision.situation import ReplicaSpeed
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _LEAST: Final = 1e-15
 _MOST: Final = 1e15
 
 
-class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+class ServingStageMemory(msgspec.Struct, frozen=True, kw_only=True):
     """``began_at_s``: since when strategies have had data without a gap. ``strategies``: the memory of each, by its
     name. ``past``: for the behaviour block. ``panic``: None if there is none. ``current``: as observed last.
     ``speeds``: smoothed, ``starts``: measured, and ``blockages``: why one is left out, by target. ``arrivals``: counted
@@ -70,7 +70,7 @@ class BindingMemory(msgspec.Struct, frozen=True):
     the last allocation over targets, with its inputs.
     """
 
-    stages: Mapping[str, StageMemory] = {}
+    stages: Mapping[str, ServingStageMemory] = {}
     schedules: tuple[Schedule, ...] = ()
     bounds: ReplicaBounds = ReplicaBounds()
     shared: CachedAllocation | None = None
@@ -92,7 +92,7 @@ def encode_memory(memory: BindingMemory) -> bytes:
     return msgspec.json.encode({name: _stored(stage) for name, stage in memory.stages.items()}, enc_hook=float)
 
 
-def _stored(stage: StageMemory) -> _Stored:
+def _stored(stage: ServingStageMemory) -> _Stored:
     found = {}
     for name, memory in stage.strategies.items():
         kept = _kept(name)
@@ -118,7 +118,7 @@ def decode_memory(text: bytes, now_s: float) -> BindingMemory:
         raise ValueError(str(error)) from None
     return BindingMemory(
         {
-            name: StageMemory(
+            name: ServingStageMemory(
                 began_at_s=now_s,
                 decided_at_s=now_s,
                 active_at_s=now_s,

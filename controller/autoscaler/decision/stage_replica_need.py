@@ -24,7 +24,7 @@ from controller.autoscaler.decision.behavior import (
 )
 from controller.autoscaler.decision.decision import Recommendation, StageDecision, StageReplicas, Strategy
 from controller.autoscaler.decision.offered_load import MeanRequestWork
-from controller.autoscaler.decision.replica_speeds import (
+from controller.autoscaler.decision.replica_performance import (
     StartDurations,
     expected_start_s,
     replica_seconds_per_request,
@@ -42,7 +42,7 @@ from controller.autoscaler.decision.safety_rules import (
     why_no_scale_in,
     why_not_zero,
 )
-from controller.autoscaler.decision.saved_state import MOST_TURNS, TURNS_COUNT_S, StageMemory
+from controller.autoscaler.decision.saved_state import MOST_TURNS, TURNS_COUNT_S, ServingStageMemory
 from controller.autoscaler.decision.situation import EngineState, Situation
 
 if TYPE_CHECKING:
@@ -88,13 +88,13 @@ class StageReplicaNeed(msgspec.Struct, frozen=True):
     recommendations: tuple[Recommendation, ...]
     combined: StageReplicas | None
     answer: StageReplicas
-    memory: StageMemory
+    memory: ServingStageMemory
     doubt: str = ""
 
 
 def decide_stage(
     situation: Situation,
-    memory: StageMemory,
+    memory: ServingStageMemory,
     policy: AutoscalingPolicySpec,
     bounds: ReplicaBounds,
     strategies: Sequence[Strategy[Any]],
@@ -127,7 +127,7 @@ def decide_stage(
     return StageReplicaNeed(situation, tuple(recommendations), first, answer, memory, doubt)
 
 
-def _asked(strategy: Strategy[Any], situation: Situation, memory: StageMemory) -> tuple[Recommendation, object]:
+def _asked(strategy: Strategy[Any], situation: Situation, memory: ServingStageMemory) -> tuple[Recommendation, object]:
     """The recommendation of a strategy. Values of policies, engines and gateways may cause an arithmetic error: then
     the recommendation is unknown.
     """
@@ -186,8 +186,8 @@ def effective_behavior(policy: AutoscalingPolicySpec, turns: int = 0) -> Behavio
 
 
 def _remembered(
-    memory: StageMemory, recommended: StageReplicas | None, situation: Situation, policy: AutoscalingPolicySpec
-) -> StageMemory:
+    memory: ServingStageMemory, recommended: StageReplicas | None, situation: Situation, policy: AutoscalingPolicySpec
+) -> ServingStageMemory:
     """With the recommendation of the strategies, before any rule changed it. Without one, a gap begins."""
     now_s = situation.now_s
     if recommended is None or why_data_too_old(situation, policy):
@@ -199,7 +199,7 @@ def _remembered(
 
 
 def _steadied(
-    answer: StageReplicas, memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec
+    answer: StageReplicas, memory: ServingStageMemory, situation: Situation, policy: AutoscalingPolicySpec
 ) -> tuple[StageReplicas, PanicState | None]:
     """The replicas of a panic, else those that the behaviour block allows."""
     now_s, recommended = situation.now_s, _whole(answer.replicas, situation)
@@ -222,7 +222,7 @@ def _steadied(
 
 
 def _behaved(
-    policy: AutoscalingPolicySpec, memory: StageMemory, situation: Situation, recommended: float, *, turns: int
+    policy: AutoscalingPolicySpec, memory: ServingStageMemory, situation: Situation, recommended: float, *, turns: int
 ) -> tuple[float, tuple[AppliedRule, ...]]:
     return apply_behavior(
         effective_behavior(policy, turns),
@@ -239,7 +239,7 @@ def _held_back(replicas: float) -> float:
     return float(max(1, math.floor(_HELD_BACK * replicas)))
 
 
-def _just_begun(memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> str:
+def _just_begun(memory: ServingStageMemory, situation: Situation, policy: AutoscalingPolicySpec) -> str:
     """Why the history is too short to scale in; empty if it covers the whole window and at least a minute."""
     window_s = effective_behavior(policy).scale_down.stabilization_window_seconds
     window_s = max(LEAST_KNOWN_S, _HPA_WINDOW_S if window_s is None else window_s)
@@ -248,7 +248,7 @@ def _just_begun(memory: StageMemory, situation: Situation, policy: AutoscalingPo
 
 
 def _after_restart(
-    answer: StageReplicas, memory: StageMemory, situation: Situation, policy: AutoscalingPolicySpec
+    answer: StageReplicas, memory: ServingStageMemory, situation: Situation, policy: AutoscalingPolicySpec
 ) -> StageReplicas:
     """Nothing is scaled in right after a start."""
     why = _just_begun(memory, situation, policy)
@@ -278,13 +278,13 @@ def _whole(replicas: float, situation: Situation) -> float:
 
 
 def prepare_stage(
-    situation: Situation, before: StageMemory | None, policy: AutoscalingPolicySpec
-) -> tuple[Situation, StageMemory]:
+    situation: Situation, before: ServingStageMemory | None, policy: AutoscalingPolicySpec
+) -> tuple[Situation, ServingStageMemory]:
     """The situation with smoothed speeds, relative capacities and measured start times, and the memory updated with
     them.
     """
     now_s = situation.now_s
-    memory = before or StageMemory(began_at_s=now_s, decided_at_s=now_s, active_at_s=now_s)
+    memory = before or ServingStageMemory(began_at_s=now_s, decided_at_s=now_s, active_at_s=now_s)
     elapsed_s = max(0.0, now_s - memory.decided_at_s)
     began_at_s = memory.began_at_s if elapsed_s <= _GAP_PERIODS * policy.period else now_s
     speeds: dict[str, ReplicaSpeed] = {}
@@ -319,7 +319,7 @@ def prepare_stage(
     return situation, record_activity(memory, situation)
 
 
-def _noticed(memory: StageMemory, situation: Situation) -> StageMemory:
+def _noticed(memory: ServingStageMemory, situation: Situation) -> ServingStageMemory:
     """With the change of replicas since the last decision, by any writer."""
     now_s, current = situation.now_s, situation.current_replicas
     turned = tuple(at_s for at_s in memory.turned_at_s if now_s - at_s < TURNS_COUNT_S)

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, overload
 
 import msgspec
 
-from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, percentile
+from extproc.api.status_page_contents import TPOT_BOUNDS_S, TTFT_BOUNDS_S, percentile
 
 # At a tick a second: five minutes of all points, then one of thirty for two hours.
 FINE: Final = 300
@@ -43,7 +43,7 @@ _COUNT: Final = "I"
 
 class TrafficTotals(msgspec.Struct, frozen=True):
     """Sums over gateways since the first sample; they only grow. ``ttft`` and ``tpot``: requests by bucket, as in
-    ``extproc.api.status_pages``. The other fields are those of ``Counted``.
+    ``extproc.api.status_page_contents``. The other fields are those of ``Counted``.
     """
 
     arrivals: float = 0.0
@@ -166,14 +166,14 @@ def _since(counts: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(count - (before[index] if index < known else 0) for index, count in enumerate(counts))
 
 
-class TrafficSums(msgspec.Struct):
+class TrafficCounters(msgspec.Struct):
     """Counters in the order of ``TrafficTotals``, and buckets; they only grow."""
 
     counters: list[float] = msgspec.field(default_factory=lambda: [0.0] * 7)
     ttft: list[int] = msgspec.field(default_factory=lambda: [0] * TTFT_BUCKETS)
     tpot: list[int] = msgspec.field(default_factory=lambda: [0] * TPOT_BUCKETS)
 
-    def add(self, more: TrafficSums, share: float = 1.0) -> None:
+    def add(self, more: TrafficCounters, share: float = 1.0) -> None:
         """Add ``share`` of ``more``."""
         if share == 1.0:
             self.counters = list(map(add, self.counters, more.counters))
@@ -199,13 +199,13 @@ class TrafficHistory:
         self._counters = array("d")
         self._histograms: list[bytes] = []
         self._thinned = 0
-        self._latest = TrafficSums()
+        self._latest = TrafficCounters()
         self._latest_histograms = self._latest.packed_histograms()
 
-    def add_point(self, number: int, at_s: float, sums: TrafficSums | None) -> None:
+    def add_point(self, number: int, at_s: float, sums: TrafficCounters | None) -> None:
         """``number``: of the tick, the same for all servers. ``sums``: None if they are as they were."""
         if sums is not None:
-            self._latest = TrafficSums(list(sums.counters), NONE_OF_TTFT, NONE_OF_TPOT)
+            self._latest = TrafficCounters(list(sums.counters), NONE_OF_TTFT, NONE_OF_TPOT)
             self._latest_histograms = sums.packed_histograms()
         self._times.append(at_s)
         self._counters.extend(self._latest.counters)
@@ -237,7 +237,7 @@ class TrafficHistory:
         del self._counters[at * _COUNTERS : (at + 1) * _COUNTERS]
         del self._histograms[at]
 
-    def spread_over(self, more: TrafficSums, since_s: float, until_s: float) -> None:
+    def spread_over(self, more: TrafficCounters, since_s: float, until_s: float) -> None:
         """Spread ``more`` evenly over the span since the last point, as the times of its events are unknown."""
         for at in range(bisect_right(self._times, since_s), len(self._times)):
             share = min(1.0, max(0.0, (self._times[at] - since_s) / (until_s - since_s)))
@@ -245,7 +245,7 @@ class TrafficHistory:
                 self._counters[index] += share * count
             self._histograms[at] = _with(self._histograms[at], more, share)
 
-    def points(self, now: float, sums: TrafficSums) -> PackedPoints:
+    def points(self, now: float, sums: TrafficCounters) -> PackedPoints:
         """All points, and one of now."""
         times, counters, histograms = self._times[:], self._counters[:], self._histograms[:]
         if times and times[-1] >= now:
@@ -271,7 +271,7 @@ class PackedServerHistory(NamedTuple):
         begin = len(self.counters) + from_end * _COUNTERS
         return self.counters[begin : begin + _COUNTERS]
 
-    def sums_at(self, from_end: int) -> TrafficSums:
+    def sums_at(self, from_end: int) -> TrafficCounters:
         """One point."""
         return _unpacked(list(self.counters_at(from_end)), self.histograms[from_end])
 
@@ -329,17 +329,17 @@ def sum_traffic(several: Sequence[PackedPoints]) -> PackedPoints:
     return PackedPoints(longest, tuple(series for one in several for series in one._series))  # noqa: SLF001 - its own kind
 
 
-def _unpacked(counters: list[float], packed: bytes) -> TrafficSums:
+def _unpacked(counters: list[float], packed: bytes) -> TrafficCounters:
     ttft_at, ttft_length, tpot_at, _ = _HEAD.unpack_from(packed)
     counts = array(_COUNT, packed[_HEAD.size :]).tolist()
-    return TrafficSums(
+    return TrafficCounters(
         counters,
         _padded(ttft_at, counts[:ttft_length], TTFT_BUCKETS),
         _padded(tpot_at, counts[ttft_length:], TPOT_BUCKETS),
     )
 
 
-def _totals(sums: TrafficSums) -> TrafficTotals:
+def _totals(sums: TrafficCounters) -> TrafficTotals:
     return msgspec.structs.replace(_counted(sums.counters), ttft=tuple(sums.ttft), tpot=tuple(sums.tpot))
 
 
@@ -348,7 +348,7 @@ def _counted(counters: Sequence[float]) -> TrafficTotals:
     return TrafficTotals(arrivals, refused, finished, prompt_tokens, cached_tokens, output_tokens, prefill_work)
 
 
-def _with(packed: bytes, more: TrafficSums, share: float) -> bytes:
+def _with(packed: bytes, more: TrafficCounters, share: float) -> bytes:
     sums = _unpacked([0.0] * _COUNTERS, packed)
     sums.add(more, share)
     return sums.packed_histograms()

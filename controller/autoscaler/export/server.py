@@ -17,7 +17,7 @@ from controller.autoscaler.export.desired_replicas import (
 from controller.autoscaler.export.external_metrics import ExternalMetricsServer
 from controller.autoscaler.export.keda import KedaScaler, TlsFiles, server_credentials
 from controller.autoscaler.export.keda_access import MOST_STREAMS, ReadPermissions
-from controller.kube.api_resources import AUTOSCALING_POLICY_BINDINGS, Object, identity_of
+from controller.kube.api_resources import AUTOSCALING_POLICY_BINDINGS, Object, partial_metadata
 from controller.kube.informer import Informer, InformerTiming, Selection
 
 if TYPE_CHECKING:
@@ -101,4 +101,8 @@ class ExportServer:
 
 
 def _trimmed_binding(binding: Object) -> Object:
-    return {"metadata": identity_of(binding), "spec": binding.get("spec") or {}, "status": binding.get("status") or {}}
+    return {
+        "metadata": partial_metadata(binding),
+        "spec": binding.get("spec") or {},
+        "status": binding.get("status") or {},
+    }

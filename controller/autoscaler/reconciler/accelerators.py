@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from controller.autoscaler.decision.allocation.accelerator_capacity import (
-    AcceleratorClaim,
+    BindingAcceleratorClaim,
+    ClusterAccelerators,
     Kinds,
-    NodeAccelerators,
     TargetAcceleratorClaim,
     capacity_after_claims,
     headroom_in_replicas,
 )
 from controller.kube.api_resources import NODES, PODS
-from controller.kube.pods import POD_VIEW
+from controller.kube.pod_views import POD_VIEW
 from controller.models.node_capacity import node_capacities, trimmed_node
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.result import TargetAction
     from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
     from controller.kube.informer import Informer
-    from controller.kube.pods import PodView
+    from controller.kube.pod_views import PodView
     from controller.kube.shared_informers import SharedInformers
 
 # Interval at which all pods of a cluster are summed at most.
@@ -76,7 +76,7 @@ class AcceleratorTracker:
         self._informers: tuple[Informer, Informer] | None = None
         self._is_old = True
         self._read_at_s = float("-inf")
-        self._nodes = NodeAccelerators()
+        self._nodes = ClusterAccelerators()
         self._placed: frozenset[str] = frozenset()
 
     def compute_headroom(
@@ -176,11 +176,11 @@ class AcceleratorTracker:
         if self._is_old and now_s >= self._read_at_s + _EACH_S:
             self._read_at_s, self._is_old = now_s, False
             views: list[PodView] = [one["view"] for one in pods.objects.values()]
-            self._nodes = NodeAccelerators(node_capacities(nodes.objects.values(), views))
+            self._nodes = ClusterAccelerators(node_capacities(nodes.objects.values(), views))
             self._placed = frozenset(one.key for one in views if one.node and not one.is_ended)
         return True
 
-    def _claim(self, ordered: AcceleratorReservation) -> AcceleratorClaim:
+    def _claim(self, ordered: AcceleratorReservation) -> BindingAcceleratorClaim:
         view = ordered.view
         priority = 0 if view.binding is None else view.binding.spec.priority
         is_new = _now_s() - ordered.grown_at_s < _PROMISED_S
@@ -188,7 +188,7 @@ class AcceleratorTracker:
             self._share(one, ordered.replicas.get(one.spec.name, 0), ordered.lacks.get(one.spec.name, 0), is_new=is_new)
             for one in ordered.resolved
         )
-        return AcceleratorClaim(
+        return BindingAcceleratorClaim(
             (-priority, view.claim.created, view.key), tuple(one for one in shares if one is not None)
         )
 
@@ -217,7 +217,7 @@ class AcceleratorTracker:
 def _capacity(
     names: Sequence[str],
     shares: Mapping[str, TargetAcceleratorClaim],
-    nodes: NodeAccelerators,
+    nodes: ClusterAccelerators,
     left: Callable[[Kinds], int],
 ) -> AcceleratorHeadroom:
     """``names``: of the targets that are limited. ``shares``: of all, by target. ``left``: of some kinds together."""
@@ -239,7 +239,7 @@ def _capacity(
     )
 
 
-def _homeless(kind: str, nodes: NodeAccelerators) -> str:
+def _homeless(kind: str, nodes: ClusterAccelerators) -> str:
     return f"no node has accelerators of the kind {kind}; nodes have {', '.join(nodes.kinds()[:_MOST_KINDS])}"
 
 
@@ -259,7 +259,7 @@ def _is_possible(
     one: ResolvedTarget,
     resolved: Sequence[ResolvedTarget],
     shares: Mapping[str, TargetAcceleratorClaim],
-    nodes: NodeAccelerators,
+    nodes: ClusterAccelerators,
 ) -> bool:
     """Whether some target of the stage would find a node, or may."""
     same = [each.spec.name for each in resolved if each.spec.stage == one.spec.stage]

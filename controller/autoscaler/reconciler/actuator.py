@@ -15,7 +15,7 @@ import msgspec
 
 from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S, drain_recheck_at
 from controller.audit import caused_by
-from controller.autoscaler.reconciler.result import ReconciliationResult, ScaleEvent
+from controller.autoscaler.reconciler.result import ReconciliationResult, ReplicaUpdate
 from controller.autoscaler.reconciler.scalables import SCALED_BY, SCALED_TO
 from controller.autoscaler.reconciler.target_resolver import server_keys
 from controller.kube.api_resources import PODS, split_key, timestamp_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.scalables import Scalable
     from controller.kube.api_resources import Object
     from controller.kube.client import Client
-    from controller.kube.pods import PodView
+    from controller.kube.pod_views import PodView
 
 log = logging.getLogger(__name__)
 SOON_S: Final = 0.2
@@ -159,7 +159,7 @@ class ActuationResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     result: ReconciliationResult
-    scaled: tuple[ScaleEvent, ...] = ()
+    scaled: tuple[ReplicaUpdate, ...] = ()
     again_s: float = float("inf")
     is_stale: bool = False
     error: ClusterError | None = None
@@ -186,7 +186,7 @@ class Actuator:
         """All steps of a decision."""
         again_s, is_stale, errors = float("inf"), False, list[ClusterError]()
         waits_for, refused = dict[str, Sequence[str]](), dict[str, str]()
-        scaled: list[ScaleEvent] = []
+        scaled: list[ReplicaUpdate] = []
         reports = _reports(self._demand, result)
         for step in result.steps:
             if not step.target.may_write or result.policy is None or result.policy.mode not in _SCALING:
@@ -195,7 +195,7 @@ class Actuator:
             try:
                 if await self._claimed(view, step):
                     again_s = min(again_s, SOON_S)
-                if not step.is_written_by_us or step.is_as_decided:
+                if not step.is_written_by_us or step.is_in_effect:
                     continue
                 may_go, next_check_s, waits = await self._drained(step, reports, result)
                 again_s = min(again_s, next_check_s)
@@ -248,7 +248,7 @@ class Actuator:
         again_s = float("inf") if plan.requeue_at_s is None else plan.requeue_at_s - result.now_s
         return plan.may_go, max(SOON_S, again_s), plan.waits_for
 
-    async def _scaled(self, step: TargetAction) -> ScaleEvent | None:
+    async def _scaled(self, step: TargetAction) -> ReplicaUpdate | None:
         target = step.target
         if target.found is None or step.replicas is None or step.replicas == target.found.replicas:
             return None
@@ -256,7 +256,7 @@ class Actuator:
         with caused_by(reason=step.decided.reason, old=old, new=new):
             await self._scale(target.place, target.found, step.replicas)
         what = f"{target.place[2]} {target.place[3]}"
-        return ScaleEvent(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
+        return ReplicaUpdate(target.spec.name, what, target.found.replicas, step.replicas, step.decided.reason)
 
     async def _claim(self, place: ScalableRef, found: Scalable, mine: TargetClaim) -> None:
         """Write the claim ``mine`` to the target. Raises DecisionOutdated if it has changed since."""

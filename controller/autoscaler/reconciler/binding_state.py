@@ -16,8 +16,8 @@ from controller.autoscaler.decision.decision import Decision, StageDecision
 from controller.autoscaler.decision.traffic import Traffic
 from controller.autoscaler.reconciler.accelerators import AcceleratorReservation
 from controller.autoscaler.reconciler.bindings import BindingView, ManualOverride, is_changed_by_others, manual_override
-from controller.autoscaler.reconciler.decision_records import DecisionLog
-from controller.autoscaler.reconciler.result import ReconciliationResult, ScaleEvent
+from controller.autoscaler.reconciler.decision_records import BindingDecisionLog
+from controller.autoscaler.reconciler.result import ReconciliationResult, ReplicaUpdate
 from controller.autoscaler.reconciler.target_resolver import ResolvedTarget, ResolvedTargets
 from controller.kube.errors import Backoff, ClusterError
 
@@ -41,7 +41,7 @@ _MOST_FIRST_S: Final = 600.0
 _NO_TRAFFIC: Final = Traffic()
 
 
-class BackoffRetry:
+class BackoffWriter:
     """Writes that change nothing but what people read: one that fails is tried again later, and delays no decision."""
 
     def __init__(self, what: str, rng: Random) -> None:
@@ -127,17 +127,17 @@ class BindingState(msgspec.Struct, kw_only=True):
     """
 
     uid: str
-    status_retry: BackoffRetry
-    learned_retry: BackoffRetry
+    status_retry: BackoffWriter
+    learned_retry: BackoffWriter
     conflicts: Backoff
     learned: AnnotationWriteSchedule
-    log: DecisionLog = msgspec.field(default_factory=DecisionLog)
+    log: BindingDecisionLog = msgspec.field(default_factory=BindingDecisionLog)
     memory: Any = None
     first_decided_s: float | None = None
     changed_s: dict[str, float] = {}
     resolution: ResolvedTargets | None = None
     ordered: AcceleratorReservation | None = None
-    unreported: tuple[ScaleEvent, ...] = ()
+    unreported: tuple[ReplicaUpdate, ...] = ()
     view: BindingView | None = None
     result: ReconciliationResult | None = None
     stages: tuple[StageDecision, ...] = ()
@@ -177,7 +177,7 @@ class BindingState(msgspec.Struct, kw_only=True):
             self.stages, self.blocked = result.decision.stages, result.decision.blocked
         self.desired |= {one.target.spec.name: one.replicas for one in result.steps if one.replicas is not None}
 
-    def count_writes(self, scaled: Sequence[ScaleEvent]) -> None:
+    def count_writes(self, scaled: Sequence[ReplicaUpdate]) -> None:
         """Replicas were written."""
         self.unreported = (*self.unreported, *scaled)
         for one in scaled:
@@ -188,8 +188,8 @@ def new_binding_state(uid: str, rng: Random, *, conflict_s: tuple[float, float])
     """``conflict_s``: the first and the longest wait after a target had changed meanwhile."""
     return BindingState(
         uid=uid,
-        status_retry=BackoffRetry("the status", rng),
-        learned_retry=BackoffRetry("what was learned", rng),
+        status_retry=BackoffWriter("the status", rng),
+        learned_retry=BackoffWriter("what was learned", rng),
         conflicts=Backoff(*conflict_s, rng),
         learned=AnnotationWriteSchedule(rng),
     )

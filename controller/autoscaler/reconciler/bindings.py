@@ -17,8 +17,8 @@ from controller.kube.api_resources import (
     MODEL_INFER_ROLES,
     MODEL_INFERS,
     Object,
-    identity_of,
     key_of,
+    partial_metadata,
 )
 from controller.models.model_infer.names import role_scale_name
 from extproc.api.quantities import decode_quantity
@@ -116,7 +116,7 @@ def autoscaler_trimmer(kind: str, default_kind: str = "", default_group: str = "
         named = said.get("kind") or default_kind
         group = str(said["apiVersion"]).rpartition("/")[0] if said.get("apiVersion") else default_group
         ref = (group, named, said["name"]) if said.get("name") else None
-        return {"metadata": identity_of(thing), "kind": kind, "ref": ref, "misuses": _misuses(thing)}
+        return {"metadata": partial_metadata(thing), "kind": kind, "ref": ref, "misuses": _misuses(thing)}
 
     return trim
 

@@ -15,16 +15,21 @@ from controller.autoscaler.reconciler.actuator import Actuator
 from controller.autoscaler.reconciler.demand import GatewayDemandSource
 from controller.autoscaler.reconciler.informers import ScalingInformers
 from controller.autoscaler.reconciler.metric_sources import MetricSources, SourceSettings
-from controller.autoscaler.reconciler.reconcile import Decider, Reconciler, ReconcilerDependencies, binding_work_key
+from controller.autoscaler.reconciler.reconcile import (
+    DeciderFunctions,
+    Reconciler,
+    ReconcilerDependencies,
+    binding_work_key,
+)
 from controller.autoscaler.reconciler.scalables import SCALER
 from controller.autoscaler.reconciler.target_resolver import TargetResolver
 from controller.kube.api_resources import AUTOSCALING_POLICIES, AUTOSCALING_POLICY_BINDINGS, PODS
 from controller.kube.controller import Controller, ControllerSettings, ReconcileResult, loop_clock_s, wall_clock_s
 from controller.kube.informer import Selection
-from controller.kube.pods import trimmed_pod
+from controller.kube.pod_views import trimmed_pod
 from controller.kube.work_queue import QueueTiming
 from controller.models.kind_reconciler import WorkKey
-from extproc.api.status_pages import LOADS_LABEL
+from extproc.api.status_page_contents import LOADS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
     from controller.kube.client import Client
     from controller.kube.shared_informers import SharedInformers
 
-DECIDER: Final = Decider(decide, encode_memory, decode_memory)
+DECIDER: Final = DeciderFunctions(decide, encode_memory, decode_memory)
 # Changes of a policy and of its bindings within this time lead to one status of it.
 _POLICY_S: Final = 2.0
 Scaling = Callable[["Client", "SharedInformers"], Coroutine[Any, Any, None]]
@@ -65,7 +70,7 @@ class ScalingController:
         settings: ScalingSettings,
         metrics: ScalingMetrics,
         *,
-        decider: Decider,
+        decider: DeciderFunctions,
         demand: DemandSource,
         records: DecisionRecords,
         clock: Callable[[], float] = wall_clock_s,

@@ -65,7 +65,7 @@ class _Packed(NamedTuple):
     is_quiet: bool
 
 
-class DecisionLog:
+class BindingDecisionLog:
     """The last hundred decisions of one binding, packed, for there are many: all in which something was new, and of the
     others one a minute for the last twenty minutes.
     """
@@ -106,9 +106,9 @@ class DecisionRecords:
     """The decisions of the present term of leadership, for pages that outlive it."""
 
     def __init__(self) -> None:
-        self._logs: Callable[[], Mapping[str, DecisionLog]] = dict
+        self._logs: Callable[[], Mapping[str, BindingDecisionLog]] = dict
 
-    def set_logs(self, logs: Callable[[], Mapping[str, DecisionLog]]) -> None:
+    def set_logs(self, logs: Callable[[], Mapping[str, BindingDecisionLog]]) -> None:
         """Those of the present term, by binding."""
         self._logs = logs
 

@@ -14,14 +14,14 @@ from controller.autoscaler.decision.merged_gateway_reports import SignalAggregat
 from controller.autoscaler.decision.situation import Backlog, EngineReport, Freshness
 from controller.autoscaler.decision.traffic import Traffic
 from controller.kube.gateway_reports import DemandFeed
-from extproc.api.status_pages import EngineDemand, ServerDemand, next_notify_threshold
+from extproc.api.status_page_contents import EngineDemand, ServerDemand, unfinished_notify_threshold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from controller.autoscaler.decision.gateway_reports import EngineSignal
     from controller.kube.informer import Informer
-    from extproc.api.status_pages import ProcessDemand
+    from extproc.api.status_page_contents import ProcessDemand
 
 Urgent = Callable[[str], None]
 _TICK_S: Final = 1.0
@@ -180,7 +180,7 @@ def _jump(before: tuple[int, int], server: ServerDemand) -> tuple[bool, tuple[in
     at_zero, unfinished = server.at_zero, server.queued + sum(one.in_flight for one in server.engines.values())
     if (at_zero, unfinished) == (0, 0):
         return False, (0, 0)
-    is_more = unfinished >= next_notify_threshold(before[1])
+    is_more = unfinished >= unfinished_notify_threshold(before[1])
     return at_zero > before[0] or is_more, (at_zero, unfinished if is_more else min(unfinished, before[1]))
 
 

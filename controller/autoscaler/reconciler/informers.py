@@ -27,11 +27,11 @@ from controller.kube.api_resources import (
     PODS,
     ApiResource,
     Object,
-    identity_of,
     key_of,
+    partial_metadata,
 )
 from controller.kube.informer import Selection, view_transform
-from controller.kube.pods import POD_VIEW
+from controller.kube.pod_views import POD_VIEW
 from controller.models.kind_reconciler import WorkKey
 from extproc.api.spec import namespace_of
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.bindings import ScalableRef, TargetClaim
     from controller.kube.client import Client
     from controller.kube.informer import Informer
-    from controller.kube.pods import PodView
+    from controller.kube.pod_views import PodView
     from controller.kube.shared_informers import InformerSet, SharedInformers
 
 _Bucket = tuple[str, str, str]
@@ -264,7 +264,7 @@ class ScalingInformers:
             tasks.create_task(self.pods.run(), name="pods of targets")
             tasks.create_task(self.other_kinds.run(), name="targets of others' kinds")
 
-    def target_versions(self) -> tuple[int, ...]:
+    def target_change_token(self) -> tuple[int, ...]:
         """While they are the same, all targets resolve to the same."""
         served = sum(self._cache.is_synced(one) for one in self._scalables.values())
         scalables = self._scalables_version + self.other_kinds.version
@@ -484,4 +484,4 @@ def _trimmed_server(thing: Object) -> Object:
     selector = (spec.get("workloadSelector") or {}).get("matchLabels") or {}
     port = (spec.get("workloadPort") or {}).get("port")
     model = spec.get("model") or key_of(thing)
-    return {"metadata": identity_of(thing), "selector": selector, "model": model, "port": port}
+    return {"metadata": partial_metadata(thing), "selector": selector, "model": model, "port": port}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.decision.situation import Situation
     from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
     from controller.kube.client import Client
-    from controller.kube.pods import PodView
+    from controller.kube.pod_views import PodView
 
 POD_METRICS: Final = ApiResource("metrics.k8s.io", "v1beta1", "pods", "PodMetrics")
 # Bad Request and Unprocessable Entity: the body has Prometheus' error about the query.

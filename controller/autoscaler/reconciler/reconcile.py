@@ -62,7 +62,7 @@ class ScalingDecisionFunction(Protocol):
         ...
 
 
-class Decider(NamedTuple):
+class DeciderFunctions(NamedTuple):
     """``decide``: the decision. ``kept``: what of a memory survives a restart, as JSON of bounded length; empty if
     nothing. ``restored``: a memory from that and the time; raises ValueError for anything else.
     """
@@ -83,7 +83,7 @@ class ReconcilerDependencies(msgspec.Struct, frozen=True):
     resolver: TargetResolver
     demand: DemandSource
     sources: MetricSources
-    decider: Decider
+    decider: DeciderFunctions
     actuator: Actuator
     clock: Callable[[], float]
     rng: Random

@@ -49,7 +49,7 @@ class TargetAction(msgspec.Struct, frozen=True, kw_only=True):
         return self.held in _REPORT_ONLY.values()
 
     @property
-    def is_as_decided(self) -> bool:
+    def is_in_effect(self) -> bool:
         """Whether the target is as it should be, with no mark on its pods, as most are."""
         found, pods = self.target.found, self.target.pods
         is_scaled = found is not None and self.replicas == found.replicas
@@ -58,10 +58,10 @@ class TargetAction(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to write and no manual override is in force."""
-        return self.hold is None and (not self.is_written_by_us or self.is_as_decided)
+        return self.hold is None and (not self.is_written_by_us or self.is_in_effect)
 
 
-class ScaleEvent(msgspec.Struct, frozen=True):
+class ReplicaUpdate(msgspec.Struct, frozen=True):
     """Replicas that were written. ``name``: of the target. ``what``: its kind and name."""
 
     name: str
@@ -86,7 +86,7 @@ class ReconciliationResult(msgspec.Struct, frozen=True, kw_only=True):
     situations: Sequence[Situation] = ()
     decision: Decision | None = None
     steps: Sequence[TargetAction] = ()
-    scaled: Sequence[ScaleEvent] = ()
+    scaled: Sequence[ReplicaUpdate] = ()
     holds: Mapping[str, ManualOverride] = {}
     waits_for: Mapping[str, Sequence[str]] = {}
     without_nodes: Mapping[str, str] = {}

@@ -17,7 +17,7 @@ from controller.kube.api_resources import (
     key_of,
     parse_timestamp,
 )
-from controller.kube.pods import PodView
+from controller.kube.pod_views import PodView
 from controller.models.model_infer import names
 
 PREFIX: Final = "attache.dev/"

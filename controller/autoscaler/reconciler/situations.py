@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from controller.api.autoscaling_binding import EngineCapacity
-from controller.autoscaler.decision.replica_speeds import estimate_speed
+from controller.autoscaler.decision.replica_performance import estimate_speed
 from controller.autoscaler.decision.situation import (
     Engine,
     EngineReport,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from controller.autoscaler.reconciler.demand import DemandView
     from controller.autoscaler.reconciler.scalables import ScalableKind
     from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
-    from controller.kube.pods import PodView
+    from controller.kube.pod_views import PodView
 
 # A replica of several pods is what the worst of them is.
 _WORST_FIRST: Final = (

@@ -13,7 +13,7 @@ from controller.autoscaler.reconciler.bindings import ScalableRef, other_annotat
 from controller.autoscaler.reconciler.informers import is_foreign_kind
 from controller.autoscaler.reconciler.scalables import Scalable, ScalableKind
 from controller.kube.api_resources import parse_selector
-from controller.kube.pods import PodView
+from controller.kube.pod_views import PodView
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,7 +86,7 @@ class TargetResolver:
 
     def resolve_targets(self, view: BindingView, before: ResolvedTargets | None) -> ResolvedTargets:
         """All targets of a binding without mistakes. ``before``: what this returned last."""
-        versions = self._informers.target_versions()
+        versions = self._informers.target_change_token()
         if before is not None and before.view is view and before.versions == versions:
             return before
         specs = () if view.binding is None else view.binding.spec.targets

@@ -25,7 +25,7 @@ from controller.bundle.envoy.clusters import (
     with_endpoints,
 )
 from controller.bundle.envoy.envoy_json import BuildMemo, resources_file, to_json
-from controller.bundle.envoy.fallback import FallbackServer, fallback_servers
+from controller.bundle.envoy.fallback import FallbackRuleLimits, fallback_servers
 from controller.bundle.envoy.filters import FilterNeeds
 from controller.bundle.envoy.http_routes import filter_needs
 from controller.bundle.envoy.inner_listeners import inner_routes
@@ -137,7 +137,7 @@ class BundleWriter:
             )
         gateway = snapshot.gateway
         chained = {
-            key: memo.get(FallbackServer, one.budget_percent, one.min_concurrency, one.most_read)
+            key: memo.get(FallbackRuleLimits, one.budget_percent, one.min_concurrency, one.most_read)
             for key, one in fallback_servers(snapshot).items()
         }
         named = configured_response_headers(snapshot)

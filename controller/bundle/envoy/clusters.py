@@ -56,7 +56,7 @@ from controller.bundle.envoy.envoy_json import (
     typed_extension,
 )
 from controller.bundle.envoy.fallback import (
-    FallbackServer,
+    FallbackRuleLimits,
     cluster_metadata,
     high_priority_thresholds,
     model_name_filter,
@@ -139,7 +139,7 @@ def file_name(key: str) -> str:
 
 
 def server_cluster(
-    server: ModelServer, directory: str, chained: FallbackServer | None = None, named: Sequence[str] = ()
+    server: ModelServer, directory: str, chained: FallbackRuleLimits | None = None, named: Sequence[str] = ()
 ) -> dict[str, object]:
     """Balanced by extproc's list of endpoints, on retries its next entry; without a list, by least requests.
 
@@ -336,7 +336,7 @@ def _outlier_detection(policy: OutlierPolicy) -> OutlierDetection:
 
 
 def unlimited_circuit_breakers(
-    *, limits_retries: bool = True, chained: FallbackServer | None = None
+    *, limits_retries: bool = True, chained: FallbackRuleLimits | None = None
 ) -> CircuitBreakers:
     """Envoy's circuit breakers hold back retries in a storm, what other ModelServers send on, and nothing else."""
     # An engine that dies with many requests waiting sends them all to its neighbours at once: let them go, and hold
@@ -373,7 +373,7 @@ def endpoint_json(text: str, server_name: str | None = None) -> dict[str, object
 
 
 def _upstream_filters(
-    server: ModelServer, directory: str, chained: FallbackServer | None, named: Sequence[str]
+    server: ModelServer, directory: str, chained: FallbackRuleLimits | None, named: Sequence[str]
 ) -> list[HttpFilter]:
     """The ModelServer's model, if a request may come from another one. The engines' key takes the place of what the
     client sent. A provider gets its own requests, engines with a prefix their own paths. The last one is the first that

@@ -257,7 +257,7 @@ end
 """
 
 
-class FallbackServer(msgspec.Struct, frozen=True):
+class FallbackRuleLimits(msgspec.Struct, frozen=True):
     """A ModelServer in a rule with fallbacks. ``budget_percent``, ``min_concurrency``: the largest of the rules whose
     fallback it is; None if it is none. ``most_read``: the longest error in bytes that its filter reads, 0 if no
     fallback of these rules takes what others have refused.
@@ -267,7 +267,7 @@ class FallbackServer(msgspec.Struct, frozen=True):
     min_concurrency: int | None = None
     most_read: int = 0
 
-    def add_fallback_rule(self, retry: FallbackRetry) -> FallbackServer:
+    def raise_fallback_budget(self, retry: FallbackRetry) -> FallbackRuleLimits:
         """It is the fallback of one more rule."""
         return msgspec.structs.replace(
             self,
@@ -275,14 +275,14 @@ class FallbackServer(msgspec.Struct, frozen=True):
             min_concurrency=max(self.min_concurrency or 0, retry.min_concurrency),
         )
 
-    def add_error_read_limit(self, most_read: int) -> FallbackServer:
+    def raise_error_read_limit(self, most_read: int) -> FallbackRuleLimits:
         """It is in one more rule."""
         return msgspec.structs.replace(self, most_read=max(self.most_read, most_read))
 
 
-def fallback_servers(snapshot: Snapshot) -> Mapping[str, FallbackServer]:
+def fallback_servers(snapshot: Snapshot) -> Mapping[str, FallbackRuleLimits]:
     """By key: those that are a target of a rule with fallbacks, or a fallback."""
-    found: dict[str, FallbackServer] = {}
+    found: dict[str, FallbackRuleLimits] = {}
     # Envoy answers 500 in place of a longer one that it should hold
     longest = min(_LONGEST_ERROR_BYTES, int(snapshot.gateway.max_body_size))
     for route in snapshot.routes:
@@ -290,13 +290,13 @@ def fallback_servers(snapshot: Snapshot) -> Mapping[str, FallbackServer]:
             most_read = 0 if retried_failures(rule.fallback).isdisjoint(REFUSALS) else longest
             for target in rule.target_models if rule.fallback else ():
                 key = route.server_key(target)
-                found[key] = found.get(key, FallbackServer()).add_error_read_limit(most_read)
+                found[key] = found.get(key, FallbackRuleLimits()).raise_error_read_limit(most_read)
             for one in rule.fallback:
                 key = route.server_key(one)
                 found[key] = (
-                    found.get(key, FallbackServer())
-                    .add_fallback_rule(rule.fallback_retry)
-                    .add_error_read_limit(most_read)
+                    found.get(key, FallbackRuleLimits())
+                    .raise_fallback_budget(rule.fallback_retry)
+                    .raise_error_read_limit(most_read)
                 )
     return found
 
@@ -306,7 +306,7 @@ def cluster_metadata(server: ModelServer) -> Metadata:
     return Metadata(filter_metadata={NAMESPACE: Struct(fields={_SERVER: Value(string_value=server.metadata.key)})})
 
 
-def high_priority_thresholds(chained: FallbackServer, own: CircuitBreakersThresholds) -> CircuitBreakersThresholds:
+def high_priority_thresholds(chained: FallbackRuleLimits, own: CircuitBreakersThresholds) -> CircuitBreakersThresholds:
     """The thresholds of requests of rules with fallbacks. ``own``: of all others."""
     found = CircuitBreakersThresholds(
         priority=RoutingPriority.HIGH,

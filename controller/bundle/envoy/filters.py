@@ -37,7 +37,7 @@ from controller.bundle.envoy.extproc_fail_open import CHANGES_FILTER, body_chang
 from controller.bundle.envoy.filter_conditions import request_has, skip_filter_if
 from controller.bundle.envoy.response_cache import response_copy_filter
 from controller.bundle.envoy.response_filters import redirect_refusal_filters
-from controller.bundle.envoy.usage_filters import responses_usage_filter, stream_usage_filter
+from controller.bundle.envoy.usage_filters import completions_usage_filter, nested_usage_filter
 from controller.bundle.envoy.usage_log import log_metadata_filter
 from extproc.wire_names import (
     APIS_BY_PATH,
@@ -152,8 +152,8 @@ def http_filters(gateway: GatewayConfigSpec, directory: str, needs: FilterNeeds 
 
 def _usage_filters(prefix: str, *, hides_counts: bool, logs: bool) -> list[HttpFilter]:
     streams, others = (
-        stream_usage_filter(hides_counts=hides_counts, logs=logs),
-        responses_usage_filter(hides_counts=hides_counts, logs=logs),
+        completions_usage_filter(hides_counts=hides_counts, logs=logs),
+        nested_usage_filter(hides_counts=hides_counts, logs=logs),
     )
     return [
         _read_usage(_USAGE_FILTER, prefix + _INPUT_TOKENS_PATHS, streams),

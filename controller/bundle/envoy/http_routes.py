@@ -122,7 +122,7 @@ _WELL_KNOWN_PORTS: Final = {"http": 80, "https": 443}
 _MILLION: Final = 1_000_000
 
 
-class RuleLocation(msgspec.Struct, frozen=True):
+class VirtualHostContext(msgspec.Struct, frozen=True):
     """Where a rule is served. ``domain``: of the virtual host. ``listener``: its name, None if there is only one.
     ``port``, ``is_tls``: of the listener, as clients see it. ``is_open``: Envoy continues without extproc.
     ``extproc_filters``: those that ask it. ``logs_payloads``: extproc gets headers of answers.
@@ -154,7 +154,7 @@ class BackendResolver:
 
 
 def http_routes(
-    host: HostRoutes, place: RuleLocation, backends: BackendResolver, memo: BuildMemo
+    host: HostRoutes, place: VirtualHostContext, backends: BackendResolver, memo: BuildMemo
 ) -> Iterator[dict[str, object]]:
     """The routes of ``host`` for HTTPRoutes and GRPCRoutes, in their order of precedence."""
     # the domain makes a difference to redirects alone: other routes are made once for all hosts
@@ -167,7 +167,7 @@ def http_routes(
         yield memo.get(_route, where, off, entry.route, entry.rule, entry.number, *named)
 
 
-def _as_json(place: RuleLocation) -> str:
+def _as_json(place: VirtualHostContext) -> str:
     return msgspec.json.encode(place).decode()
 
 
@@ -226,7 +226,7 @@ def _route(
     """One match of one rule. ``where``: its Place as JSON. ``off``: for requests in which extproc has no part.
     ``named``: what the rule refers to, as ``_refs`` lists it.
     """
-    place = msgspec.json.decode(where, type=RuleLocation)
+    place = msgspec.json.decode(where, type=VirtualHostContext)
     rule = route.spec.rules[rule_number]
     match = effective_matches(rule)[number]
     takes_grpc = isinstance(route, GRPCRoute)
@@ -273,7 +273,7 @@ def _with_configs(
     return {**plain, "typed_per_filter_config": configs} if configs else plain
 
 
-def _configs_of(named: Named, place: RuleLocation, route: str, path: tuple[str, str]) -> Configs | None:
+def _configs_of(named: Named, place: VirtualHostContext, route: str, path: tuple[str, str]) -> Configs | None:
     """Metadata for filters about requests to a ModelServer; None for other backends. ``path``: see ``_new_path``."""
     if not isinstance(named, ModelServer):
         return None

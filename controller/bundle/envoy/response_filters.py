@@ -22,7 +22,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from controller.bundle.envoy.envoy_json import http_filter, typed_extension
 from controller.bundle.envoy.filter_conditions import answer_has, request_has, skip_filter_if
 from controller.bundle.envoy.lua import lua_filter_config, lua_string
-from extproc.api.session_affinity import session_headers
+from extproc.api.session_affinity import session_token_headers
 from extproc.wire_names import SERVED_HOST, SERVED_NAMESPACE, TEXT_ERROR_PATHS
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def redirect_status_matcher() -> HeaderMatcher:
 def configured_response_headers(snapshot: Snapshot) -> tuple[str, ...]:
     """What the gateway writes into answers under names that its operator has chosen."""
     served = snapshot.gateway.served_header
-    return *(() if served is None else (served.lower(),)), *session_headers(snapshot)
+    return *(() if served is None else (served.lower(),)), *session_token_headers(snapshot)
 
 
 def reserved_header_filter(prefixes: Sequence[str], names: Sequence[str], *, has_trailers: bool) -> HttpFilter:

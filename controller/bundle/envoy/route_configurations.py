@@ -33,7 +33,7 @@ from controller.bundle.envoy.filters import (
 from controller.bundle.envoy.http_routes import (
     BackendResolver,
     Configs,
-    RuleLocation,
+    VirtualHostContext,
     cors_policy,
     extproc_route_config,
     http_routes,
@@ -53,7 +53,7 @@ from controller.bundle.envoy.model_routes import (
 from controller.bundle.envoy.virtual_hosts import is_more_specific, listener_domain, virtual_hosts
 from extproc.api.addresses import parse_address
 from extproc.api.match_patterns import ANY_HOST, covers_domain
-from extproc.api.session_affinity import session_headers
+from extproc.api.session_affinity import session_token_headers
 from extproc.wire_names import (
     BUDGET_HEADERS,
     CALLER_CLIENT,
@@ -177,7 +177,7 @@ class _ListenerGroup:
     def _host(self, host: HostRoutes) -> dict[str, object]:
         """First what HTTPRoutes match, then models; the rest is answered 404."""
         snapshot, name = self._snapshot, host.listener.name if self._are_named else None
-        place = RuleLocation(
+        place = VirtualHostContext(
             domain=host.domain,
             listener=name,
             port=host.listener.public_port or parse_address(self._group.address)[1],
@@ -371,7 +371,7 @@ def _own_headers(snapshot: Snapshot) -> list[HeaderValueOption]:
             header=HeaderValue(key=name, value=f"%DYNAMIC_METADATA({NAMESPACE}:{name})%"),
             append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
         )
-        for name in (*own, *session_headers(snapshot))
+        for name in (*own, *session_token_headers(snapshot))
     ]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filters that read token usage in answers, and that hide from clients how many tokens were cached.
 
-Two Lua scripts read usage: ``stream_usage_filter`` in answers of the chat, completions and embeddings APIs,
-``responses_usage_filter`` in those of the responses and the Messages API. Plain answers are read as they pass: nothing
+Two Lua scripts read usage: ``completions_usage_filter`` in answers of the chat, completions and embeddings APIs,
+``nested_usage_filter`` in those of the responses and the Messages API. Plain answers are read as they pass: nothing
 is held, so no buffer bounds them. In text of a model all names stand behind escaped quotes, and do not match.
 """
 
@@ -623,7 +623,7 @@ def _lua_of(script: str, marks: Mapping[str, str], *, logs: bool) -> Lua:
     return lua_filter_config(_LOGGING + script, marks)
 
 
-def responses_usage_filter(*, hides_counts: bool, logs: bool = False) -> Lua:
+def nested_usage_filter(*, hides_counts: bool, logs: bool = False) -> Lua:
     """Reads usage in answers of the responses and the Messages API.
 
     Such an answer repeats what its client sent, tools and their schemas included, or has the input of tools as the
@@ -653,7 +653,7 @@ def responses_usage_filter(*, hides_counts: bool, logs: bool = False) -> Lua:
     return _lua_of(script, marks, logs=logs)
 
 
-def stream_usage_filter(*, hides_counts: bool, logs: bool = False) -> Lua:
+def completions_usage_filter(*, hides_counts: bool, logs: bool = False) -> Lua:
     """Reads usage in responses of all other APIs, and drops a usage chunk that the client did not request.
 
     Engines send usage in a chunk of its own, without choices, and only with ``stream_options.include_usage``. extproc

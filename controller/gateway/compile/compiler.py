@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from controller.gateway.compile.deletion_grace import GraceState
     from extproc.api.addresses import Network
     from extproc.api.gateway_config import Listener
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 # Of namespaces in one message.
 _MOST_SAID: Final = 3
@@ -113,7 +113,7 @@ class Compiler:
         gateway: str | None = None,
         settings: GatewayApiSettings = GatewayApiSettings(),  # noqa: B008 - frozen
         *,
-        check_picker: PickerCheck = accept_any_plugins,
+        check_picker: PickerConfigChecker = accept_any_plugins,
         grace_s: float = 0.0,
         networks: Sequence[Network] | None = None,
     ) -> None:
@@ -250,7 +250,7 @@ class Compiler:
             listeners=self._api.listener_names(),
             config=None if config is None else config.key,
             config_listeners={one.name for one in own},
-            without_models=self._api.routes_without_models(),
+            without_models=self._api.non_inference_routes(),
         )
 
     def _backends(self) -> Iterator[tuple[tuple[str, str], bytes]]:

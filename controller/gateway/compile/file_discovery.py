@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from controller.gateway.compile.model_servers import CompiledPickerConfig
-    from extproc.api.picker_config import EndpointPickerConfig, PickerCheck
+    from extproc.api.picker_config import EndpointPickerConfig, PickerConfigChecker
 
 TYPES: Final = ("file-discovery", "multicluster-file-discovery")
 MAX_ENDPOINTS_BYTES: Final = 1024 * 1024
@@ -143,7 +143,7 @@ class FilePoolCompiler:
     ``pool``: ``namespace/name`` of its ModelServer. ``fields``: of the ModelServer's spec.
     """
 
-    def __init__(self, pool: str, fields: Mapping[str, Any], *, check_picker: PickerCheck) -> None:
+    def __init__(self, pool: str, fields: Mapping[str, Any], *, check_picker: PickerConfigChecker) -> None:
         self._pool = pool
         self._fields = {**PICKER_FIELDS, **fields}
         self._check_picker = check_picker

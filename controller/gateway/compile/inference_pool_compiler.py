@@ -24,7 +24,7 @@ from extproc.api.spec import NonEmpty, namespace_of, object_key
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 OBJECTIVES: Final = "InferenceObjective"
 # Objectives of the group llm-d.ai, which have precedence over those of the older group.
@@ -74,7 +74,7 @@ class InferencePoolCompiler:
         picker_config: str | None = None,
         fields: Mapping[str, Any] = MappingProxyType({}),
         *,
-        check_picker: PickerCheck = accept_any_plugins,
+        check_picker: PickerConfigChecker = accept_any_plugins,
     ) -> None:
         self._pool = pool
         self._fields = {**PICKER_FIELDS, **fields}

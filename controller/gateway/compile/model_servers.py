@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from controller.gateway.compile.pods import Pod
     from controller.gateway.compile.referenced_secrets import Read
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
     from extproc.api.provider import Provider
 
 # ConfigMaps with this label are read; others may be large, and are none of our business.
@@ -106,7 +106,7 @@ def picker_file_name(key: str) -> str:
     return bounded_name(f"picker.{key.replace('/', '.', 1)}", ".yaml")
 
 
-def compile_picker(key: str, thing: Mapping[str, Any], check: PickerCheck) -> CompiledPickerConfig:
+def compile_picker(key: str, thing: Mapping[str, Any], check: PickerConfigChecker) -> CompiledPickerConfig:
     """The EndpointPickerConfig in the ConfigMap ``key``, which has one key with one document."""
     name = picker_file_name(key)
     texts = list((thing.get("data") or {}).values())
@@ -363,7 +363,9 @@ class ModelServerCompiler:
     ``networks``: those whose addresses may be listed as endpoints; None: all.
     """
 
-    def __init__(self, check_picker: PickerCheck, read: Read, networks: Sequence[Network] | None = None) -> None:
+    def __init__(
+        self, check_picker: PickerConfigChecker, read: Read, networks: Sequence[Network] | None = None
+    ) -> None:
         self._check_picker = check_picker
         self._read = read
         self._networks = networks

@@ -16,7 +16,7 @@ from controller.kube.conditions import (
     condition_true,
     find_list_item,
 )
-from extproc.api.status_pages import ConfigReport
+from extproc.api.status_page_contents import ConfigReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

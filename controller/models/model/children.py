@@ -24,7 +24,7 @@ from controller.kube.api_resources import (
 )
 from controller.kube.reconcile_plan import without_paths
 from controller.models.model.model_state import BACKEND, CHILDREN, MODEL
-from controller.models.model.pod_templates import ADAPTERS_FILE, cache_warmers, model_infer_spec, short_digest
+from controller.models.model.workload_templates import ADAPTERS_FILE, cache_warmers, model_infer_spec, short_digest
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
 from controller.models.runtimes.engine_settings import AGENT_PORT, model_format
 from controller.models.runtimes.prefill_connectors import gateway_connector

@@ -19,8 +19,8 @@ from controller.models.model.children import (
 )
 from controller.models.model.hosted_models_status import ASK_EACH_S, pods_hosting_models
 from controller.models.model.model_state import CHILDREN, ResolvedModel, Unresolved, resolve_model
-from controller.models.model.pod_templates import agent_images
 from controller.models.model.status import Owned, Status, model_status, ready_replicas, unresolved_status
+from controller.models.model.workload_templates import agent_images
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

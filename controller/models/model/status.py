@@ -13,7 +13,7 @@ from controller.kube.api_resources import key_of
 from controller.models.model.children import is_up_to_date, traffic_weights
 from controller.models.model.hosted_models_status import failed_models, hosted_models_status
 from controller.models.model.model_state import BACKEND, PURPOSE
-from controller.models.model.pod_templates import DOWNLOAD, ENGINE, initial_replicas, why_no_warming
+from controller.models.model.workload_templates import DOWNLOAD, ENGINE, initial_replicas, why_no_warming
 from controller.models.runtimes.prefill_connectors import why_sidecar_needed
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def any_pod_scheduled(pods: Iterable[Object]) -> bool:
     return any(_condition(one, "PodScheduled").get("status") == "True" for one in pods)
 
 
-def start_times(pods: Iterable[Object]) -> Mapping[str, float] | None:
+def start_phase_durations(pods: Iterable[Object]) -> Mapping[str, float] | None:
     """As the status has them, of the pod that became ready last; None while none is."""
     ready = [one for one in pods if _condition(one, "Ready").get("status") == "True"]
     if not ready:
@@ -357,7 +357,9 @@ def _backends(
     earlier = {one["name"]: one for one in before.get("backends") or ()}
     found = []
     for made, state in zip(model.backends, states, strict=True):
-        start = start_times(backend_pods(observed.pods, state.name)) or earlier.get(state.name, {}).get("start")
+        start = start_phase_durations(backend_pods(observed.pods, state.name)) or earlier.get(state.name, {}).get(
+            "start"
+        )
         line: Status = {
             "name": state.name,
             "runtime": str(made.preset),

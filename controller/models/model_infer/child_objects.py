@@ -199,7 +199,7 @@ def scale_label_corrections(groups: Sequence[Group], missing: Sequence[MissingPo
             yield Annotate(PODS, live[0].key, live[0].uid, labels={names.SCALE_UNIT: "true"})
 
 
-def role_scales(groups: Sequence[Group], target: DesiredState, observed: ModelInferState) -> Iterator[Action]:
+def role_scale_actions(groups: Sequence[Group], target: DesiredState, observed: ModelInferState) -> Iterator[Action]:
     """Create missing ModelInferRoles; set replicas that changed in the template, unless an autoscaler owns them; write
     their statuses.
     """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 
 from controller.api.model_infer import ModelInfer, ModelInferSpec, Workers
-from controller.api.shared_types import ObjectMetadata, PodTemplate, Replicas, ShortName
+from controller.api.shared_types import PodMetadata, PodTemplate, Replicas, ShortName
 from controller.kube.api_resources import CONTROLLER_REVISIONS, MODEL_INFERS, Object, parse_timestamp
 from controller.models.model_infer import names
 from controller.models.model_infer.pod_state import is_owned
@@ -157,7 +157,7 @@ def _role(data: Mapping[str, Any]) -> RoleRevision:
 
 def _read_template(data: Mapping[str, Any]) -> PodTemplate:
     metadata = data.get("metadata") or {}
-    found = ObjectMetadata(labels=metadata.get("labels") or {}, annotations=metadata.get("annotations") or {})
+    found = PodMetadata(labels=metadata.get("labels") or {}, annotations=metadata.get("annotations") or {})
     return PodTemplate(spec=data["spec"], metadata=found)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from controller.api.model_infer import pod_limit_errors, validation_errors
 from controller.kube.reconcile_plan import Plan
 from controller.models.model_infer import child_objects
-from controller.models.model_infer.child_objects import role_scales
+from controller.models.model_infer.child_objects import role_scale_actions
 from controller.models.model_infer.desired_state import desired_state, parse_model_infer
 from controller.models.model_infer.gang import pod_group_actions, pod_group_deletions, schedule_gangs
 from controller.models.model_infer.groups import groups_from_pods
@@ -77,7 +77,7 @@ def reconcile(observed: ModelInferState, now_s: float) -> Plan:
             *child_objects.unused_services(groups, wanted, target, observed),
             *pod_group_deletions(revisions, target, observed, ganged.form),
             *child_objects.old_revisions(groups, target),
-            *role_scales(groups, target, observed),
+            *role_scale_actions(groups, target, observed),
         ),
         status=model_infer_status(
             groups,

@@ -209,18 +209,18 @@ def merge_layers(
         raise NotMergeable(f"the object over its base references has a mistake: {place}: {message}") from None
 
 
-class ConfigLayers(msgspec.Struct, frozen=True):
+class MergedEngineConfig(msgspec.Struct, frozen=True):
     """``config``: merged. ``pods``: the layers' parts of the PodSpec, the lowest first."""
 
     config: EngineConfig
     pods: tuple[Mapping[str, Any], ...]
 
 
-def merge_engine_config(*layers: Mapping[str, Any]) -> ConfigLayers:
+def merge_engine_config(*layers: Mapping[str, Any]) -> MergedEngineConfig:
     """``layers``: the lowest first. Raises NotMergeable."""
     found = merge_all_but_pod_specs(*layers)
     try:
         config = msgspec.convert(merge_pod_spec_layers(found), EngineConfig, dec_hook=decode_quantity)
     except (msgspec.ValidationError, ValueError) as error:
         raise NotMergeable(f"the config over the runtime's has a mistake: {error}") from None
-    return ConfigLayers(config, tuple(pod_spec_layers(found.get("pod"))))
+    return MergedEngineConfig(config, tuple(pod_spec_layers(found.get("pod"))))

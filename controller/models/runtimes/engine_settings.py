@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from controller.api.model import WeightsCache
-    from controller.api.serving_runtime import Arguments
+    from controller.api.serving_runtime import ConditionalArguments
 
 MODEL_PATH: Final = "/mnt/models"
 # Of the runtime agent, beside the engine.
@@ -137,7 +137,7 @@ class CommandLine(NamedTuple):
     env: list[dict[str, Any]]
 
 
-def build_command_line(rules: Sequence[Arguments], settings: Mapping[str, str]) -> CommandLine:
+def build_command_line(rules: Sequence[ConditionalArguments], settings: Mapping[str, str]) -> CommandLine:
     """What the rules that hold add, in their order."""
     holding = [one for one in rules if _holds(one.when, settings)]
     env = [msgspec.to_builtins(one) for rule in holding for one in rule.env]
@@ -148,18 +148,18 @@ def build_command_line(rules: Sequence[Arguments], settings: Mapping[str, str]) 
     )
 
 
-def unknown_settings(rules: Iterable[Arguments]) -> Iterator[str]:
+def unknown_settings(rules: Iterable[ConditionalArguments]) -> Iterator[str]:
     """Names in rules that are no settings: a rule with one never holds, or leaves the place unfilled."""
     for rule in rules:
         yield from sorted(_used(rule) - NAMES)
 
 
-def uses_setting(rules: Iterable[Arguments], name: str) -> bool:
+def uses_setting(rules: Iterable[ConditionalArguments], name: str) -> bool:
     """Whether the command line or the environment depends on it."""
     return any(name in _used(rule) for rule in rules)
 
 
-def _used(rule: Arguments) -> set[str]:
+def _used(rule: ConditionalArguments) -> set[str]:
     texts = [*rule.args, *(one.value or "" for one in rule.env)]
     return {*rule.when, *(name for text in texts for name in _PLACE.findall(text))}
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from controller.api.model import Backend
 from controller.api.pod_spec_checks import resources_type_errors
-from controller.api.serving_runtime import Arguments, EngineConfig, RuntimeAgent, ServingRuntimeSpec
+from controller.api.serving_runtime import ConditionalArguments, EngineConfig, RuntimeAgent, ServingRuntimeSpec
 from controller.api.transformers_and_explainers import Transformer
 from controller.models.runtimes.engine_settings import AGENT_PORT, BATCHED_PORT, EngineSettings
 from controller.models.runtimes.presets import Preset, PresetScope
@@ -117,7 +117,7 @@ def step_engine(name: str, step: Step, like: EngineSettings, predictor: str) -> 
         engine="Custom",
         protocol_versions=(protocol,),
         port=step.port,
-        arguments=tuple(Arguments(args=(one,)) for one in _words(step, like.protocol, predictor)),
+        arguments=tuple(ConditionalArguments(args=(one,)) for one in _words(step, like.protocol, predictor)),
         agent=RuntimeAgent(enabled=False),
         pod={"containers": [{"name": "engine", **readiness_probe(step)}]},
     )

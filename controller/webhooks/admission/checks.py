@@ -27,7 +27,7 @@ from extproc.api.quantities import decode_quantity
 from extproc.api.spec import namespace_of, object_key
 
 if TYPE_CHECKING:
-    from extproc.api.picker_config import PickerCheck
+    from extproc.api.picker_config import PickerConfigChecker
 
 API_VERSION: Final = "admission.k8s.io/v1"
 # An API server cuts warnings at 256 characters, and all of them together at 4,096.
@@ -151,7 +151,7 @@ def _unreached(rules: list[Mapping[str, Any]]) -> Iterator[str]:
             yield f"spec.rules[{number}] is never reached: spec.rules[{matches.index(match)}] has the same match"
 
 
-def picker_warnings(namespace: str, server: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
+def picker_warnings(namespace: str, server: Object, known: Known, check_picker: PickerConfigChecker) -> Iterator[str]:
     """The ConfigMap of a ModelServer's EndpointPickerConfig: it may be missing or wrong."""
     name = (server.get("spec") or {}).get("pickerConfig")
     if not isinstance(name, str):
@@ -167,7 +167,7 @@ def picker_warnings(namespace: str, server: Object, known: Known, check_picker: 
         yield f"the ConfigMap '{name}' cannot be used, so the default picker is: {problem}"
 
 
-def policy_warnings(namespace: str, policy: Object, known: Known) -> Iterator[str]:
+def access_policy_warnings(namespace: str, policy: Object, known: Known) -> Iterator[str]:
     """Targets of a ModelAccessPolicy that are not there."""
     for target in (policy.get("spec") or {}).get("targetRefs") or ():
         kind, name = target.get("kind"), target.get("name")
@@ -175,13 +175,13 @@ def policy_warnings(namespace: str, policy: Object, known: Known) -> Iterator[st
             yield f"there is no {kind} '{name}' in this namespace yet; the policy has no effect on it until there is"
 
 
-def missing_policy_warnings(namespace: str, name: object, known: Known) -> Iterator[str]:
+def autoscaling_policy_warnings(namespace: str, name: object, known: Known) -> Iterator[str]:
     """An AutoscalingPolicy that is not there."""
     if isinstance(name, str) and object_key(namespace, name) not in known.get("AutoscalingPolicy", {}):
         yield f"there is no AutoscalingPolicy '{name}' in this namespace yet; nothing is scaled until there is"
 
 
-def budget_warnings(binding: Object) -> Iterator[str]:
+def accelerator_budget_warnings(binding: Object) -> Iterator[str]:
     """Kinds of a binding's budget that no target has, or that a target may have, by the names alone."""
     spec = binding.get("spec") or {}
     targets = [one for one in spec.get("targets") or () if isinstance(one, Mapping)]
@@ -222,7 +222,7 @@ def kind_metric_label(kind: str) -> str:
     return kind if kind in _DOCUMENTS or kind in _OTHERS or kind == "ConfigMap" else "other"
 
 
-def review_object(review: AdmissionRequest, known: Known, check_picker: PickerCheck) -> AdmissionVerdict:
+def review_object(review: AdmissionRequest, known: Known, check_picker: PickerConfigChecker) -> AdmissionVerdict:
     """``known``: the informers' copies of the cluster's objects, by kind and key."""
     if review.new is None:
         return AdmissionVerdict(warnings=tuple(referring_objects(review.kind.kind, review.key, known)))
@@ -241,7 +241,9 @@ def _asks_for_something_new(review: AdmissionRequest) -> bool:
     return review.operation == "CREATE" or any(old.get(field) != new.get(field) for field in _ASKING)
 
 
-def _mistakes(review: AdmissionRequest, thing: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
+def _mistakes(
+    review: AdmissionRequest, thing: Object, known: Known, check_picker: PickerConfigChecker
+) -> Iterator[str]:
     kind = review.kind.kind
     if kind in _DOCUMENTS:
         # a name from ``generateName`` does not exist yet
@@ -322,15 +324,15 @@ def _scaled(target: Mapping[str, Any]) -> tuple[Any, ...]:
     return group, ref.get("kind"), ref.get("name"), target.get("role")
 
 
-def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: PickerCheck) -> Iterator[str]:
+def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: PickerConfigChecker) -> Iterator[str]:
     namespace = key.partition("/")[0]
     checks: Mapping[str, Callable[[], Iterator[str]]] = {
         "ModelRoute": lambda: route_warnings(key, thing, known),
         "ModelServer": lambda: picker_warnings(namespace, thing, known, check_picker),
-        "ModelAccessPolicy": lambda: policy_warnings(namespace, thing, known),
+        "ModelAccessPolicy": lambda: access_policy_warnings(namespace, thing, known),
         "AutoscalingPolicy": lambda: metric_warnings(thing.get("spec") or {}),
         "AutoscalingPolicyBinding": lambda: _binding_warnings(namespace, thing, known),
-        "Model": lambda: missing_policy_warnings(
+        "Model": lambda: autoscaling_policy_warnings(
             namespace, ((thing.get("spec") or {}).get("autoscaling") or {}).get("policyRef"), known
         ),
     }
@@ -339,8 +341,8 @@ def _warnings(kind: str, key: str, thing: Object, known: Known, check_picker: Pi
 
 
 def _binding_warnings(namespace: str, binding: Object, known: Known) -> Iterator[str]:
-    yield from missing_policy_warnings(namespace, (binding.get("spec") or {}).get("policyRef"), known)
-    yield from budget_warnings(binding)
+    yield from autoscaling_policy_warnings(namespace, (binding.get("spec") or {}).get("policyRef"), known)
+    yield from accelerator_budget_warnings(binding)
 
 
 def metric_warnings(spec: Mapping[str, Any]) -> Iterator[str]:

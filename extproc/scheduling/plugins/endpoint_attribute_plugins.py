@@ -26,14 +26,14 @@ _OPERATORS: Final = {
 }
 
 
-class Threshold(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class ThresholdFilterParameters(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Keeps endpoints whose value has the relation ``operator`` to ``value``."""
 
     operator: Literal["LessThan", "LessThanOrEqual", "GreaterThan", "GreaterThanOrEqual", "Equal", "NotEqual"]
     value: float
 
 
-class Range(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class RangeFilterParameters(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Keeps endpoints with a value from ``min`` to ``max``."""
 
     min: float
@@ -45,14 +45,14 @@ class Range(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=T
             raise ValueError(f"min {self.min:g} is above max {self.max:g}; exchange them")
 
 
-class TopK(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class TopKFilterParameters(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Keeps the ``k`` endpoints with the highest values, or the lowest."""
 
     k: Annotated[int, msgspec.Meta(ge=1)]
     higher_is_better: bool = True
 
 
-class Percentile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+class PercentileFilterParameters(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """Keeps endpoints at or above the value of rank ``ceil(percentile / 100 * N)``, or at or below it."""
 
     percentile: Annotated[float, msgspec.Meta(ge=0, le=100)]
@@ -63,10 +63,10 @@ class FilterAlgorithm(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
     """How to filter: ``type``, and the section of that name."""
 
     type: Literal["threshold", "range", "topK", "percentile"]
-    threshold: Threshold | None = None
-    range: Range | None = None
-    top_k: TopK | None = msgspec.field(default=None, name="topK")
-    percentile: Percentile | None = None
+    threshold: ThresholdFilterParameters | None = None
+    range: RangeFilterParameters | None = None
+    top_k: TopKFilterParameters | None = msgspec.field(default=None, name="topK")
+    percentile: PercentileFilterParameters | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError if the section is missing."""
@@ -74,11 +74,13 @@ class FilterAlgorithm(msgspec.Struct, frozen=True, rename="camel", forbid_unknow
             raise ValueError(f"algorithm.{self.type} is missing; add what type: {self.type} needs")
 
     @property
-    def chosen(self) -> Threshold | Range | TopK | Percentile | None:
+    def chosen(
+        self,
+    ) -> ThresholdFilterParameters | RangeFilterParameters | TopKFilterParameters | PercentileFilterParameters | None:
         """The section that ``type`` names."""
-        chosen: Threshold | Range | TopK | Percentile | None = getattr(
-            self, "top_k" if self.type == "topK" else self.type
-        )
+        chosen: (
+            ThresholdFilterParameters | RangeFilterParameters | TopKFilterParameters | PercentileFilterParameters | None
+        ) = getattr(self, "top_k" if self.type == "topK" else self.type)
         return chosen
 
 
@@ -108,19 +110,19 @@ class EndpointAttributeFilter(msgspec.Struct, frozen=True, rename="camel", forbi
 
 def _satisfies(values: Floats, known: Bools, algorithm: FilterAlgorithm) -> Bools:
     match algorithm.chosen:
-        case Threshold(operator=operator, value=value):
+        case ThresholdFilterParameters(operator=operator, value=value):
             compared: Bools = _OPERATORS[operator](values, value)
             return compared
-        case Range(min=least, max=most):
+        case RangeFilterParameters(min=least, max=most):
             within: Bools = (values >= least) & (values <= most)
             return within
-        case TopK(k=k, higher_is_better=is_higher):
+        case TopKFilterParameters(k=k, higher_is_better=is_higher):
             rows = known.nonzero()[0]
             ranked = rows[(-values[rows] if is_higher else values[rows]).argsort(kind="stable")[:k]]
             best: Bools = np.zeros(values.size, np.bool_)
             best[ranked] = True
             return best
-        case Percentile(percentile=percentile, higher_is_better=is_higher):
+        case PercentileFilterParameters(percentile=percentile, higher_is_better=is_higher):
             ordered = np.sort(values[known])
             if not ordered.size:
                 return known

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.autoscale.load_profiles import LOADS, VariantMixes, cheapest_plan, relative_capacities, variant_mixes
-from bench.autoscale.policies import POLICIES, SECONDS, policies_for
+from bench.autoscale.policies import POLICIES, SECONDS, with_second_variant_policies
 from bench.autoscale.simulated_fleet import Variant
 from bench.autoscale.trial import with_first_variant
 
@@ -69,7 +69,7 @@ def test_the_second_kind_carries_more_and_can_come_first() -> None:
 
 
 def test_only_loads_with_several_kinds_have_the_second_forms() -> None:
-    assert policies_for(["kpa", "attache", "wva-v2"], 1) == ["kpa", "attache", "wva-v2"]
-    assert policies_for(["kpa", "attache", "wva-v2"], 2) == ["kpa", "attache", "wva-v2", "kpa-second"]
+    assert with_second_variant_policies(["kpa", "attache", "wva-v2"], 1) == ["kpa", "attache", "wva-v2"]
+    assert with_second_variant_policies(["kpa", "attache", "wva-v2"], 2) == ["kpa", "attache", "wva-v2", "kpa-second"]
     assert not set(SECONDS) & set(POLICIES)
     assert all(one.kind == 1 and len(one.grid) == 5 for one in SECONDS.values())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from bench.lab.disaggregation import PlayedTrace, run_pairs_lab
+from bench.lab.disaggregation import TraceInput, run_pairs_lab
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def test_every_decider_has_a_cell_over_the_goodput_of_whole_engines(tmp_path: Pa
         for number in range(5)
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tables = run_pairs_lab([PlayedTrace("conversation", str(trace), 0)], tmp_path, Console(quiet=True), jobs=1)
+    tables = run_pairs_lab([TraceInput("conversation", str(trace), 0)], tmp_path, Console(quiet=True), jobs=1)
     assert [table.title for table in tables] == [
         f"Goodput with the first token within 5 s and each further one within {tpot}"
         for tpot in ("100 ms", "30 ms (strict)", "25 ms (strictest)")

@@ -16,7 +16,7 @@ from bench.soak.model_changes import (
     initial_models,
     model_file_content,
     next_change,
-    spare_model_numbers,
+    spare_model_count,
 )
 from bench.soak.soak_loops import probe_targets
 from extproc.api.config_errors import ConfigInvalid
@@ -43,7 +43,7 @@ def test_whatever_changes_the_directory_is_valid_and_of_its_size(tmp_path: Path)
         elif change.before is not None:
             (tmp_path / change.before.file).unlink()
         assert len(directory.read().routes) == len(fleet)
-        assert SIZE - 1 <= len(fleet) <= SIZE + spare_model_numbers(SIZE)
+        assert SIZE - 1 <= len(fleet) <= SIZE + spare_model_count(SIZE)
     assert kinds == set(CHANGES)
 
 

@@ -32,7 +32,7 @@ from controller.bundle.sync import BundleSync, write_bundle_once
 from controller.commands.bundle import main
 from controller.gateway.statuses import read_report
 from extproc.api.config_loader import ConfigDirectory, load_snapshot
-from extproc.api.status_pages import ConfigReport
+from extproc.api.status_page_contents import ConfigReport
 from extproc.listen_sockets import ListenFailed
 
 if TYPE_CHECKING:

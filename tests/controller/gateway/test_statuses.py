@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 
 from bench.stack.processes import free_ports
-from controller.gateway.statuses import ConsumerReports
+from controller.gateway.statuses import ConsumerReportPoller
 
 
 async def test_who_does_not_answer_has_no_report() -> None:
     told: list[int] = []
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    asking = ConsumerReports({"extproc": address}, lambda: told.append(1))
+    asking = ConsumerReportPoller({"extproc": address}, lambda: told.append(1))
     task = asyncio.create_task(asking.run())
     await asyncio.sleep(0.1)
     task.cancel()
@@ -23,7 +23,7 @@ async def test_who_does_not_answer_has_no_report() -> None:
 
 
 async def test_a_cancellation_that_comes_with_a_change_is_not_lost() -> None:
-    asking = ConsumerReports({"extproc": f"127.0.0.1:{free_ports(1)[0]}"}, lambda: None)
+    asking = ConsumerReportPoller({"extproc": f"127.0.0.1:{free_ports(1)[0]}"}, lambda: None)
     asking.is_settled = True
     task = asyncio.create_task(asking.run())
     await asyncio.sleep(0.5)  # it waits for a change by now

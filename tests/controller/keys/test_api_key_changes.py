@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from controller.bundle.secret_files import AuthKeyReader
+from controller.bundle.secret_readers import AuthKeyReader
 from controller.keys import api_key_changes
 from controller.keys.api_key_changes import (
     KeyIdAndDigest,

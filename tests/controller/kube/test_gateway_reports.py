@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from bench.stack.processes import free_ports
 from controller.kube import gateway_reports as demand
-from controller.kube.gateway_reports import DemandFeed, DemandRelay
+from controller.kube.gateway_reports import DemandFeed, DemandStreamMerger
 from controller.kube.metrics_and_health import serve_pages
-from extproc.api.status_pages import DEMAND_PATH, LOADS_LABEL, ProcessDemand, ServerDemand, apply_demand_delta
+from extproc.api.status_page_contents import DEMAND_PATH, LOADS_LABEL, ProcessDemand, ServerDemand, apply_demand_delta
 from tests.waiting import eventually
 
 if TYPE_CHECKING:
@@ -338,7 +338,7 @@ async def test_a_gateway_that_nobody_vouches_for_is_read_slowly_however_fast_it_
 
 async def test_a_relay_ends_even_if_something_is_said_at_that_instant() -> None:
     async with aiohttp.ClientSession() as http:
-        relay = DemandRelay(http, ())
+        relay = DemandStreamMerger(http, ())
         reading = asyncio.create_task(anext(relay.lines()))
         await asyncio.sleep(0.01)
         relay._news.set()

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from bench.stack.processes import free_ports
 from controller.kube.gateway_reports import loads_by_pod, read_loads
 from controller.kube.metrics_and_health import serve_pages
-from extproc.api.status_pages import LOADS_LABEL, LOADS_PATH, EndpointLoad
+from extproc.api.status_page_contents import LOADS_LABEL, LOADS_PATH, EndpointLoad
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

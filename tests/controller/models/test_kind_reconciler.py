@@ -16,13 +16,13 @@ from controller.kube.conditions import status_to_write, with_failure
 from controller.kube.errors import Conflict, ServerError
 from controller.kube.event_recorder import EventRecorder
 from controller.kube.plan_executor import yielded_fields
-from controller.kube.pods import trimmed_pod, view_of
+from controller.kube.pod_views import trimmed_pod, view_of
 from controller.kube.reconcile_plan import KubeEvent, without_paths
 from controller.models.kind_reconciler import GatewayLoadSource
 from controller.models.model_infer.model_infer_state import PodLoad
 from controller.models.model_infer_reconciler import last_crash
 from controller.models.node_capacity import LostNodes, node_capacities, trimmed_node
-from extproc.api.status_pages import LOADS_LABEL
+from extproc.api.status_page_contents import LOADS_LABEL
 
 if TYPE_CHECKING:
     from controller.kube.api_resources import ApiResource, Object

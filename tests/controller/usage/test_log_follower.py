@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.usage.log_follower import SETTLE_S, LogBatch, LogFollower, LogPosition, LogRotation
+from controller.usage.log_follower import SETTLE_S, LogBatch, LogFollower, LogPosition, LogRotator
 
 
 class Clock:
@@ -184,7 +184,7 @@ def test_a_pipe_is_refused(tmp_path: Path, clock: Clock) -> None:
 
 def test_rotation_by_envoys_help(log: Log, clock: Clock) -> None:
     follower = LogFollower(log.path, LogPosition(), clock)
-    rotation = LogRotation(log.path, 10, log.reopen)
+    rotation = LogRotator(log.path, 10, log.reopen)
     log.write("a")
     assert drained(follower, clock) == ["a"]
     rotation.step(follower)
@@ -204,7 +204,7 @@ def test_rotation_by_envoys_help(log: Log, clock: Clock) -> None:
 
 def test_rotation_while_envoy_is_away_asks_until_it_answers(log: Log, clock: Clock) -> None:
     answers = [False, False, True]
-    rotation = LogRotation(log.path, 1, lambda: answers.pop(0) and log.reopen())
+    rotation = LogRotator(log.path, 1, lambda: answers.pop(0) and log.reopen())
     follower = LogFollower(log.path, LogPosition(), clock)
     log.write("first")
     assert drained(follower, clock) == ["first"]
@@ -230,7 +230,7 @@ def test_lines_come_once_and_in_order_whatever_happens(
 ) -> None:
     clock, log = Clock(), Log(tmp_path_factory.mktemp("log"))
     follower = LogFollower(log.path, LogPosition(), clock, most_bytes=64)
-    rotation = LogRotation(log.path, 30, log.reopen)
+    rotation = LogRotator(log.path, 30, log.reopen)
     # where a log begins that was never read, nobody can know
     log.write("begin")
     kept = read(follower).after

@@ -21,7 +21,7 @@ from extproc.admission.budgets import (
     compile_key_budgets,
 )
 from extproc.admission.identity import Caller
-from extproc.admission.limit_refusals import soft_budget_warning
+from extproc.admission.limit_refusals import soft_budget_log_message
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.rate_limits import NO_USAGE, Grant, RequestUsage
 from extproc.admission.token_buckets import BucketLevel
@@ -111,7 +111,7 @@ def test_a_refusal_by_a_budget_of_a_key_is_in_words() -> None:
     assert headers["x-attache-budget-remaining"] == '"daily budget of this API key";r=0;t=43200;unit="requests"'
     assert headers["x-attache-budget-warning"] == '"daily budget of this API key";used=1.00;unit="requests"'
     (one,) = budgets.charges(caller, NO_USAGE, NOON)
-    assert soft_budget_warning(one, 0.2) == (
+    assert soft_budget_log_message(one, 0.2) == (
         "daily budget of the key itself: the API key a/k has reserved or used 80% of 1 requests for this day"
     )
     (state,) = budget_states([one], lambda _: 0.0)

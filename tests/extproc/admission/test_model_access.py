@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.admission.identity import IdentityResolver, Subject
+from extproc.admission.identity import CallerIdentity, IdentityResolver
 from extproc.admission.model_access import AccessRequest, Authorizer
 from extproc.api.config_loader import load_snapshot
 
@@ -67,7 +67,7 @@ def wish(model: str | None, **fields: str) -> AccessRequest:
     )
 
 
-ACME, BELL = Subject("acme", "alice"), Subject("bell")
+ACME, BELL = CallerIdentity("acme", "alice"), CallerIdentity("bell")
 
 
 def test_without_policies_and_lists_everybody_may_do_everything() -> None:
@@ -152,8 +152,8 @@ def test_claims_are_one_value_or_a_list() -> None:
     access = access_to(("default", {"rules": [{"from": [callers]}]}))
     assert access.claims == {"groups", "org.unit"}
     both = {"groups": frozenset({"sales", "ops"}), "org.unit": frozenset({"lab"})}
-    assert access.may_use(Subject("acme", claims=both), wish("llama"))
-    assert not access.may_use(Subject("acme", claims={"groups": frozenset({"ops"})}), wish("llama"))
+    assert access.may_use(CallerIdentity("acme", claims=both), wish("llama"))
+    assert not access.may_use(CallerIdentity("acme", claims={"groups": frozenset({"ops"})}), wish("llama"))
     assert not access.may_use(ACME, wish("llama"))
 
 
@@ -217,7 +217,7 @@ def test_a_caller_has_the_models_of_both_its_key_and_its_tenant(headers: dict[st
 def test_without_restrictions_even_an_unknown_key_may_use_every_model() -> None:
     gateway = {"authentication": {"apiKeys": [RESTRICTED["authentication"]["apiKeys"][0]]}}  # type: ignore[index]
     access = access_to(**gateway)
-    assert access.may_use(Subject("anonymous", api_key="unknown"), wish("any"))
+    assert access.may_use(CallerIdentity("anonymous", api_key="unknown"), wish("any"))
 
 
 # A plain reading of the documents, rule by rule and without any index.
@@ -227,7 +227,7 @@ def _fits(pattern: str, name: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
 
 
-def _describes(callers: Mapping[str, Any], subject: Subject) -> bool:
+def _describes(callers: Mapping[str, Any], subject: CallerIdentity) -> bool:
     if "tenants" in callers and subject.tenant not in callers["tenants"]:
         return False
     if "users" in callers and subject.user not in callers["users"]:
@@ -238,7 +238,7 @@ def _describes(callers: Mapping[str, Any], subject: Subject) -> bool:
     return all(set(one["values"]) & set(subject.claims.get(one["name"], ())) for one in claims)
 
 
-def _covers(rule: Mapping[str, Any], subject: Subject, asked: AccessRequest) -> bool:
+def _covers(rule: Mapping[str, Any], subject: CallerIdentity, asked: AccessRequest) -> bool:
     callers = rule.get("from", [])
     if callers and not any(_describes(one, subject) for one in callers):
         return False
@@ -269,7 +269,9 @@ def _is_about(namespace: str, ref: Mapping[str, str], asked: AccessRequest) -> b
             return asked.http_route == key
 
 
-def reads_as_allowed(policies: Sequence[tuple[str, Mapping[str, Any]]], subject: Subject, asked: AccessRequest) -> bool:
+def reads_as_allowed(
+    policies: Sequence[tuple[str, Mapping[str, Any]]], subject: CallerIdentity, asked: AccessRequest
+) -> bool:
     by_target: dict[str, list[Mapping[str, Any]]] = {}
     for namespace, spec in policies:
         for ref in spec.get("targetRefs", []):
@@ -329,7 +331,7 @@ POLICIES = st.lists(
     max_size=3,
 )
 SUBJECTS = st.builds(
-    Subject,
+    CallerIdentity,
     tenant=st.sampled_from(TENANTS),
     user=st.sampled_from(USERS),
     # keys that the configuration does not know are denied beforehand; see above
@@ -350,7 +352,7 @@ WISHES = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(policies=POLICIES, subject=SUBJECTS, asked=st.lists(WISHES, min_size=1, max_size=20))
 def test_the_decision_is_that_of_a_plain_reading(
-    policies: list[tuple[str, dict[str, Any]]], subject: Subject, asked: list[AccessRequest]
+    policies: list[tuple[str, dict[str, Any]]], subject: CallerIdentity, asked: list[AccessRequest]
 ) -> None:
     access = access_to(*policies)
     decided = [access.may_use(subject, one) for one in asked]

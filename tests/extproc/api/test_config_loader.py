@@ -9,7 +9,7 @@ import pytest
 
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory, load_snapshot
-from extproc.api.config_snapshot import failure_mode_of, limits_without_redis, settings_enforced_by_extproc
+from extproc.api.config_snapshot import failure_mode_of, missing_redis_warnings, settings_enforced_by_extproc
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -233,7 +233,7 @@ def test_global_limits_without_a_redis_are_warned_of() -> None:
         b" Refuse}]\n"
     )
     found = load_snapshot({"server.yaml": SERVER, "route.yaml": ROUTE + limits})
-    first, second = limits_without_redis(found)
+    first, second = missing_redis_warnings(found)
     assert first.startswith("ModelRoute default/chat: rateLimits[0] is Global")
     assert second.endswith("all its requests get 503")
 

@@ -14,7 +14,7 @@ from extproc.admission.identity import CacheIsolation, Caller, IdentityResolver
 from extproc.admission.rate_limits import RequestUsage
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.config_snapshot import Snapshot, limits_without_redis
+from extproc.api.config_snapshot import Snapshot, missing_redis_warnings
 from extproc.cli.check import budgets_without_identity, mixed_currencies
 from extproc.core.flow_control import AdmissionController
 from tests.controller.gateway.compile.test_gateway_config_credentials import digest
@@ -138,7 +138,7 @@ def test_a_key_is_charged_by_its_own_limits_and_budgets_alone() -> None:
 def test_checks_know_the_budgets_of_keys() -> None:
     limits = {"budgets": [{"window": "Day", "max": {"money": 2}, "currency": "EUR", "scope": "Global"}]}
     found = snapshot(key(**limits), key("two", 2, **limits))
-    assert limits_without_redis(found) == [
+    assert missing_redis_warnings(found) == [
         "2 API keys: own limits are Global, and there is no --redis: every machine grants them by itself"
     ]
     assert list(budgets_without_identity(found)) == []

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from extproc.__main__ import main
-from extproc.api.status_pages import SloObjectiveCounts
+from extproc.api.status_page_contents import SloObjectiveCounts
 from extproc.cli.slo import merge_attainments, render
 from tests.extproc.cli.test_common import answering, page
 

@@ -28,7 +28,7 @@ def test_labels_that_are_not_named_may_have_any_value() -> None:
     assert now.sum("attache_prompt_tokens_total") == 7
     assert now.sum("attache_prompt_tokens_total", server="llama") == 3
     assert now.sum("attache_prompt_tokens_total", endpoint="a", server="llama") == 1
-    assert now.values_of("attache_prompt_tokens_total", "server", endpoint="a") == [("llama",), ("qwen",)]
+    assert now.label_values("attache_prompt_tokens_total", "server", endpoint="a") == [("llama",), ("qwen",)]
 
 
 def test_a_series_without_a_named_label_does_not_count() -> None:
@@ -36,7 +36,7 @@ def test_a_series_without_a_named_label_does_not_count() -> None:
     now.add("attache_picks_total", {}, 5)
     assert now.get("attache_picks_total", server="") is None
     assert now.get("attache_picks_total") == 5
-    assert now.values_of("attache_picks_total", "server") == [("",)]
+    assert now.label_values("attache_picks_total", "server") == [("",)]
 
 
 def test_what_is_added_after_a_question_counts_in_the_next() -> None:

@@ -21,7 +21,7 @@ from msgspec import to_builtins
 
 from bench.stack.processes import free_ports
 from controller.models.rollouts_page import rollouts_page
-from extproc.console.pages import ConsoleWorker
+from extproc.console.pages import ConsoleWorkerInfo
 from extproc.console.token_auth import token_auth_middleware
 from extproc.core.request_states import STEP_NAMES
 from tests.extproc.console.test_pages import hanging_manager, many_engines, usage_api
@@ -242,7 +242,7 @@ async def test_usage_is_shown_where_there_is_an_api_for_it(page: Page) -> None:
     port = free_ports(1)[0]
     async with (
         usage_api(json.dumps({"data": rows}).encode()) as (api, _),
-        on_screen(page, demo_gateway().served(port, ConsoleWorker(("127.0.0.1", port), usage_api=api))) as url,
+        on_screen(page, demo_gateway().served(port, ConsoleWorkerInfo(("127.0.0.1", port), usage_api=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-usage').click()")
@@ -291,7 +291,7 @@ async def test_scaling_decisions_are_those_of_the_manager(page: Page) -> None:
     port = free_ports(1)[0]
     async with (
         usage_api(json.dumps({"bindings": [binding]}).encode(), path="/decisions") as (api, _),
-        on_screen(page, demo_gateway().served(port, ConsoleWorker(("127.0.0.1", port), manager=api))) as url,
+        on_screen(page, demo_gateway().served(port, ConsoleWorkerInfo(("127.0.0.1", port), manager=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-scaling').click()")
@@ -302,7 +302,7 @@ async def test_scaling_decisions_are_those_of_the_manager(page: Page) -> None:
     # a manager that does not lead answers no JSON
     async with (
         usage_api(b"this replica does not lead", "text/plain", path="/decisions") as (api, _),
-        on_screen(page, demo_gateway().served(port, ConsoleWorker(("127.0.0.1", port), manager=api))) as url,
+        on_screen(page, demo_gateway().served(port, ConsoleWorkerInfo(("127.0.0.1", port), manager=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-scaling').click()")
@@ -356,7 +356,7 @@ async def test_rollouts_are_those_of_the_manager(page: Page) -> None:
     answer, port = rollouts_of_manager(), free_ports(1)[0]
     async with (
         usage_api(json.dumps(answer).encode(), path="/rollouts") as (api, asked),
-        on_screen(page, demo_gateway().served(port, ConsoleWorker(("127.0.0.1", port), manager=api))) as url,
+        on_screen(page, demo_gateway().served(port, ConsoleWorkerInfo(("127.0.0.1", port), manager=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-rollouts').click()")
@@ -384,7 +384,7 @@ async def test_the_page_stays_live_while_the_manager_hangs(page: Page) -> None:
     gateway, port = demo_gateway(), free_ports(1)[0]
     async with (
         hanging_manager() as api,
-        on_screen(page, gateway.served(port, ConsoleWorker(("127.0.0.1", port), manager=api))) as url,
+        on_screen(page, gateway.served(port, ConsoleWorkerInfo(("127.0.0.1", port), manager=api))) as url,
     ):
         await opened(page, url)
         await page.run("document.getElementById('tab-rollouts').click()")

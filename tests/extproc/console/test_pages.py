@@ -19,9 +19,9 @@ from aiohttp import web
 from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
 from bench.stack.processes import free_ports, ports_in_a_row
 from extproc.api.config_loader import load_snapshot
-from extproc.api.status_pages import SloObjectiveCounts
+from extproc.api.status_page_contents import SloObjectiveCounts
 from extproc.console import pages
-from extproc.console.pages import ConsoleWorker
+from extproc.console.pages import ConsoleWorkerInfo
 from extproc.console.slo import objectives_answer
 from extproc.core.request_states import STEP_NAMES
 from extproc.metrics.slo_attainment import merge_attainments
@@ -147,7 +147,7 @@ async def test_a_worker_fetches_what_is_asked_of_another_one() -> None:
     gateways = [demo_gateway(), many_engines()]
     async with contextlib.AsyncExitStack() as stack:
         urls = [
-            await stack.enter_async_context(one.served(port, ConsoleWorker(("127.0.0.1", port), number, 2)))
+            await stack.enter_async_context(one.served(port, ConsoleWorkerInfo(("127.0.0.1", port), number, 2)))
             for number, (one, port) in enumerate(zip(gateways, (first, first + 1), strict=True))
         ]
         client = await stack.enter_async_context(aiohttp.ClientSession())
@@ -170,7 +170,7 @@ async def test_a_worker_fetches_what_is_asked_of_another_one() -> None:
 
 async def test_a_worker_that_does_not_answer_is_named() -> None:
     first = ports_in_a_row(2)
-    place = ConsoleWorker(("127.0.0.1", first), 0, 2)
+    place = ConsoleWorkerInfo(("127.0.0.1", first), 0, 2)
     async with demo_gateway().served(first, place) as url:
         status, answer = await status_and_answer(f"{url}/state?worker=1")
     assert status == 502
@@ -180,7 +180,7 @@ async def test_a_worker_that_does_not_answer_is_named() -> None:
 async def test_usage_is_passed_on_with_known_parameters_alone() -> None:
     port = free_ports(1)[0]
     async with usage_api(b'{"data": []}') as (api, asked):
-        place = ConsoleWorker(("127.0.0.1", port), usage_api=api)
+        place = ConsoleWorkerInfo(("127.0.0.1", port), usage_api=api)
         async with demo_gateway().served(port, place) as url:
             passed = await status_and_answer(f"{url}/usage?group_by=tenant&evil=1&tenant=a%26b")
             _, state = await status_and_answer(f"{url}/state")
@@ -199,7 +199,7 @@ async def test_a_usage_api_that_answers_something_else_is_not_passed_on(
     port = free_ports(1)[0]
     async with (
         usage_api(body, content_type) as (api, _),
-        demo_gateway().served(port, ConsoleWorker(("127.0.0.1", port), usage_api=api)) as url,
+        demo_gateway().served(port, ConsoleWorkerInfo(("127.0.0.1", port), usage_api=api)) as url,
     ):
         status, answer = await status_and_answer(f"{url}/usage")
     assert status == 502
@@ -217,7 +217,7 @@ async def test_without_a_usage_api_there_is_no_usage() -> None:
 async def test_what_the_manager_says_is_passed_on(page: str, path: str) -> None:
     port = free_ports(1)[0]
     async with usage_api(b'{"some": []}', path=f"/{page}") as (api, asked):
-        async with demo_gateway().served(port, ConsoleWorker(("127.0.0.1", port), manager=api)) as url:
+        async with demo_gateway().served(port, ConsoleWorkerInfo(("127.0.0.1", port), manager=api)) as url:
             passed = await status_and_answer(f"{url}/{path.removeprefix('/')}")
             refused, _ = await status_and_answer(f"{url}/rollouts?evil=1")
             _, state = await status_and_answer(f"{url}/state")
@@ -239,7 +239,7 @@ async def status_and_answer_of_none(page: str) -> tuple[int, Any]:
 async def test_a_manager_that_is_gone_is_named_at_once() -> None:
     port, nobody = free_ports(2)
     async with demo_gateway().served(
-        port, ConsoleWorker(("127.0.0.1", port), manager=f"http://127.0.0.1:{nobody}")
+        port, ConsoleWorkerInfo(("127.0.0.1", port), manager=f"http://127.0.0.1:{nobody}")
     ) as url:
         async with asyncio.timeout(4):
             found = [await status_and_answer(f"{url}/{page}") for page in ("rollouts", "decisions")]
@@ -273,7 +273,7 @@ async def test_of_the_replicas_of_a_name_the_one_that_leads_is_shown(
         await web.TCPSite(runner, one, port).start()
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
     manager = f"http://manager.test:{port}"
-    async with demo_gateway().served(own, ConsoleWorker(("127.0.0.1", own), manager=manager)) as url:
+    async with demo_gateway().served(own, ConsoleWorkerInfo(("127.0.0.1", own), manager=manager)) as url:
         found = await status_and_answer(f"{url}/decisions")
     await runner.cleanup()
     assert found == (200, {"asked": f"manager.test:{port}"})
@@ -282,7 +282,7 @@ async def test_of_the_replicas_of_a_name_the_one_that_leads_is_shown(
 async def test_a_manager_whose_name_nobody_knows_is_named() -> None:
     port = free_ports(1)[0]
     async with demo_gateway().served(
-        port, ConsoleWorker(("127.0.0.1", port), manager="http://nobody.invalid:1")
+        port, ConsoleWorkerInfo(("127.0.0.1", port), manager="http://nobody.invalid:1")
     ) as url:
         status, answer = await status_and_answer(f"{url}/decisions")
     assert status == 502
@@ -292,7 +292,7 @@ async def test_a_manager_whose_name_nobody_knows_is_named() -> None:
 async def test_a_manager_that_hangs_holds_four_requests_and_neither_usage_nor_the_state() -> None:
     port = free_ports(1)[0]
     async with hanging_manager() as manager, usage_api(b'{"data": []}') as (api, _):
-        place = ConsoleWorker(("127.0.0.1", port), usage_api=api, manager=manager)
+        place = ConsoleWorkerInfo(("127.0.0.1", port), usage_api=api, manager=manager)
         async with demo_gateway().served(port, place) as url:
             asking = [asyncio.create_task(status_and_answer(f"{url}/rollouts")) for _ in range(20)]
             async with asyncio.timeout(4):

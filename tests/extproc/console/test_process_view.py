@@ -11,7 +11,7 @@ import pytest
 
 from extproc.console.process_view import ConsoleInputs, ConsoleQuery, ProcessView, console_state
 from extproc.core.core import Core
-from extproc.core.effects import CacheLookup
+from extproc.core.effects import CacheLookupResult
 from extproc.core.request_states import RequestState
 from tests.extproc.scenes import configuration
 from tools.console_pictures import Gateway, demo_gateway, snapshot_of
@@ -105,7 +105,7 @@ def test_routes_with_a_response_cache_show_its_hits() -> None:
         )
     )
     for result, why in (("hit", ""), ("miss", ""), ("miss", ""), ("bypass", "tools"), ("bypass", "size")):
-        gateway.metrics.caches.count(CacheLookup("default/asked", result, why))  # type: ignore[arg-type]
+        gateway.metrics.caches.count(CacheLookupResult("default/asked", result, why))  # type: ignore[arg-type]
     facts = ConsoleInputs(PROCESS, gateway.report, {}, (), gateway.metrics.caches.lookups())
     state = at_once(console_state(gateway.core, facts, ConsoleQuery(), gateway.now))
     found = {one.name: (one.cache_lookups, one.cache_hits) for one in state.routes}

@@ -13,7 +13,7 @@ import pytest
 from yarl import URL
 
 from bench.stack.processes import free_ports, ports_in_a_row
-from extproc.console.pages import ConsoleWorker
+from extproc.console.pages import ConsoleWorkerInfo
 from extproc.console.token_auth import token_auth_middleware
 from tools.console_pictures import demo_gateway
 
@@ -136,7 +136,7 @@ async def test_a_worker_passes_the_token_on_to_the_one_that_is_asked_for(file: P
         urls = [
             await stack.enter_async_context(
                 demo_gateway().served(
-                    port, ConsoleWorker(("127.0.0.1", port), number, 2), guard=token_auth_middleware(file)
+                    port, ConsoleWorkerInfo(("127.0.0.1", port), number, 2), guard=token_auth_middleware(file)
                 )
             )
             for number, port in enumerate((first, first + 1))

@@ -526,7 +526,7 @@ class Life:
             assert sum(band.flows.running.sum() for band in gate.queue.bands) == len(not_settled)
 
     def _the_page_for_autoscalers_tells_what_waits_and_what_runs(self) -> None:
-        own = [one for one in self.core._records.values() if one.is_ours]
+        own = [one for one in self.core._records.values() if one.is_decided_here]
         waiting = [one for one in own if one.state in WAITING]
         runs = [
             load

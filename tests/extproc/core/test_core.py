@@ -21,7 +21,7 @@ from extproc.prefix.kv_event_decoder import BlocksStored
 from extproc.prefix.kv_index import EventSource
 from extproc.refusals import BadRequest, MethodNotAllowed, NoEndpoint, UnknownModel, UnknownPath
 from extproc.streams.messages import ProcessingResponse
-from extproc.streams.responses import decision_answer
+from extproc.streams.processing_responses import decision_answer
 from extproc.wire_names import Api
 from tests.extproc.conftest import CONFIG, decide, in_some_state, settle
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from extproc.api.status_pages import EndpointLoad, total_loads
+from extproc.api.status_page_contents import EndpointLoad, total_loads
 from extproc.core.core import Core
 from extproc.endpoints.engine_reports import apply_report
 from extproc.engines.metrics import EngineReport

@@ -11,7 +11,7 @@ import pytest
 
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
-from extproc.api.session_affinity import session_headers
+from extproc.api.session_affinity import session_token_headers
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision
 from extproc.core.peer_events import EventBatch, RequestStarted
@@ -199,7 +199,7 @@ schedulingProfiles:
 
 def test_prefill_and_decode_have_tokens_of_their_own() -> None:
     snapshot = snapshot_of(PAIR, DISAGGREGATED)
-    assert session_headers(snapshot) == ("x-session-token", "x-session-token-prefill")
+    assert session_token_headers(snapshot) == ("x-session-token", "x-session-token-prefill")
     core = Core(snapshot, rng=random.Random(3), ticket_prefix="t", make_picker=PickerFactory())
     seen = set()
     for _ in range(12):
@@ -231,8 +231,8 @@ def test_other_processes_learn_where_a_session_is() -> None:
 def test_older_parameters_name_the_header_too() -> None:
     for given in ("header: X-Stay", "headerName: x-stay", "encodedEndpointHeaderConfig: {header: x-stay}"):
         plugins = f"\n- type: session-affinity-scorer\n  parameters: {{{given}}}\n"
-        assert session_headers(snapshot_of(plugins)) == ("x-stay",)
-    assert session_headers(snapshot_of(IDS)) == ()
+        assert session_token_headers(snapshot_of(plugins)) == ("x-stay",)
+    assert session_token_headers(snapshot_of(IDS)) == ()
 
 
 @pytest.mark.parametrize(

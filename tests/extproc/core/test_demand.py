@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from extproc.api.config_loader import load_snapshot
-from extproc.api.status_pages import (
+from extproc.api.status_page_contents import (
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,
     EngineDemand,
@@ -19,7 +19,7 @@ from extproc.api.status_pages import (
     RequestCounters,
     ServerDemand,
     bucket_index,
-    next_notify_threshold,
+    unfinished_notify_threshold,
 )
 from extproc.core.core import Core
 from extproc.core.effects import Broadcast, Decision, RequestRefused
@@ -197,7 +197,7 @@ def test_far_more_requests_than_a_follower_knows_of_are_told_once() -> None:
     assert (core.meter.unfinished_requests(SERVER), core.meter.crowded) == (12, set())
     # one who knows of these twelve, and one who knows of sixteen
     for known in (12, 16):
-        core.meter.set_notify_threshold(SERVER, next_notify_threshold(known))
+        core.meter.set_notify_threshold(SERVER, unfinished_notify_threshold(known))
     tickets += [arrive(core) for _ in range(12)]
     assert core.meter.crowded == set()
     arrive(core)
@@ -205,7 +205,7 @@ def test_far_more_requests_than_a_follower_knows_of_are_told_once() -> None:
 
 
 def test_news_are_eight_more_and_twice_as_many() -> None:
-    assert [next_notify_threshold(known) for known in (0, 1, 8, 9, 100)] == [8, 9, 16, 18, 200]
+    assert [unfinished_notify_threshold(known) for known in (0, 1, 8, 9, 100)] == [8, 9, 16, 18, 200]
 
 
 def test_looking_at_the_page_changes_nothing_of_what_is_news() -> None:

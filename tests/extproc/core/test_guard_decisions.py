@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.admission.route_guards import MOST_ADDED_BYTES
+from extproc.admission.guard_services_by_route import MOST_ADDED_BYTES
 from extproc.core.core import Core
 from extproc.core.effects import AskGuard, AskLimits, Decision, Fault, GuardAnswered, RequestHeld, RequestRefused
 from extproc.core.explanation import to_text

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from extproc.admission import budgets
 from extproc.admission.budget_recovery import UsageRollupRow
-from extproc.admission.limit_refusals import soft_budget_warning
+from extproc.admission.limit_refusals import soft_budget_log_message
 from extproc.admission.local_limits import MOST_LEVELS
 from extproc.admission.rate_limits import NO_USAGE
 from extproc.core import flow_control
@@ -353,7 +353,7 @@ def test_rows_of_a_key_whose_tenant_envoy_did_not_know_are_its_tenants() -> None
     keys = "authentication: {apiKeys: [{name: k, tenant: a, key: sk-of-a-tenant}]}"
     process = Process("{name: b, window: Month, max: {requests: 5}}", gateway_spec=keys)
     (query,) = process.core.admission.usage_queries(process.began_s)
-    assert [sorted(dimensions) for dimensions, _ in query.group_by_queries()] == [
+    assert [sorted(dimensions) for dimensions, _ in query.dimensions_and_tenants()] == [
         ["route", "tenant"],
         ["key", "route", "tenant"],
     ]
@@ -547,7 +547,7 @@ def test_who_passes_the_soft_share_of_a_budget_is_reported_once_in_each_window()
         passed += [effect for effect in process.perform(effects, now) if isinstance(effect, SoftBudgetPassed)]
         assert isinstance(own, Decision)
     (only,) = passed
-    assert soft_budget_warning(only.charge, only.level) == (
+    assert soft_budget_log_message(only.charge, only.level) == (
         "budget default/chat/b: the tenant a has reserved or used 60% of 5 requests for this day"
     )
     # a client that leaves and comes back does not fill the log

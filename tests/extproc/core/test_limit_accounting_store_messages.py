@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from extproc.admission.local_limits import LocalLimits
 from extproc.admission.rate_limits import Charge, Grant, RequestUsage
-from extproc.admission.token_buckets import BucketReport, Limit, SharedStoreCopy
+from extproc.admission.token_buckets import BucketReportToStore, Limit, SharedStoreCopy
 from extproc.core.effects import ChargeSharedStore, Effect, SettleGrant
 from extproc.core.limit_accounting import LimitAccounting
 from extproc.refusals import RateLimited
@@ -34,7 +34,7 @@ class Message(msgspec.Struct, eq=False):
     """On its way to the store, or back: ``level`` and ``found`` are its answer, ``store_at_s`` when it was given."""
 
     charge: Charge
-    stated: BucketReport
+    stated: BucketReportToStore
     settles: tuple[Grant, RequestUsage | None] | None = None
     # a request waits for the answer
     is_awaited: bool = False
@@ -178,7 +178,7 @@ class World:
     def _settle(self, grant: Grant, used: RequestUsage | None, given_at_s: float = math.inf) -> None:
         self.sent.append(Message(grant.charges[0], self._state(), settles=(grant, used), given_at_s=given_at_s))
 
-    def _state(self) -> BucketReport:
+    def _state(self) -> BucketReportToStore:
         return self.memory.make_bucket_report("k", self.limit, self.now)
 
 

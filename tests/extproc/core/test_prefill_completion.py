@@ -39,7 +39,7 @@ from extproc.endpoints.in_flight import begin_request
 from extproc.metrics.request_metrics import Metrics
 from extproc.refusals import InternalError, PrefillFailed, PrefillRefused, Refusal
 from extproc.streams.messages import ProcessingResponse
-from extproc.streams.responses import decision_answer, duplex_decision_answer
+from extproc.streams.processing_responses import decision_answer, duplex_decision_answer
 from tests.extproc.breakers import trip
 from tests.extproc.scenes import ends
 

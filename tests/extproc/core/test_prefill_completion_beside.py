@@ -24,7 +24,7 @@ from extproc.core.request_states import RequestState
 from extproc.metrics.request_metrics import Metrics
 from extproc.refusals import BadRequest
 from extproc.streams.messages import ProcessingResponse
-from extproc.streams.responses import decision_answer, duplex_decision_answer
+from extproc.streams.processing_responses import decision_answer, duplex_decision_answer
 from tests.extproc.core.setting import told
 from tests.extproc.core.test_prefill_completion import (
     FAILURES,

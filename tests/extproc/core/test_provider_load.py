@@ -82,9 +82,9 @@ def test_a_provider_with_several_addresses_is_full_when_all_are() -> None:
     core = region(addresses=("192.0.2.1", "192.0.2.2"))
     pool = core.pools["default/west"]
     reports(core, 1.0, 0.5)
-    assert not pool.is_full(0.6)
+    assert not pool.is_provider_full(0.6)
     reports(core, 1.0, 0.6, "192.0.2.2:443")
-    assert pool.is_full(0.7)
+    assert pool.is_provider_full(0.7)
 
 
 def test_after_a_failure_a_full_provider_is_tried_behind_the_other_fallbacks() -> None:
@@ -112,7 +112,7 @@ def test_without_an_engine_a_full_provider_is_taken_only_if_nothing_else_serves(
 def test_without_reports_load_nothing_counts_but_what_is_in_flight() -> None:
     core = region(west=PROVIDER.replace(", reportsLoad: true", ""))
     reports(core, 1.0, 0.5)
-    assert not core.pools["default/west"].is_full(0.6)
+    assert not core.pools["default/west"].is_provider_full(0.6)
 
 
 def test_a_tier_that_reports_that_it_is_full_is_passed_over() -> None:
@@ -221,7 +221,7 @@ def test_other_workers_know_it_too() -> None:
     batch = decode_events(encode_events(EventBatch("a", (report,))))
     core = region()
     core.apply_peer_batch(batch, 1.0)
-    assert core.pools["default/west"].is_full(1.1)
+    assert core.pools["default/west"].is_provider_full(1.1)
 
 
 SHOWN: Final = """apiVersion: attache.dev/v1alpha1

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.core.core import Core
-from extproc.core.effects import Broadcast, CacheLookup, CacheStoreAttempted, Decision, Fault, RequestRefused
+from extproc.core.effects import Broadcast, CacheLookupResult, CacheStoreAttempted, Decision, Fault, RequestRefused
 from extproc.core.peer_events import EventBatch, decode_events, encode_events
 from extproc.core.request_states import RequestState
 from extproc.core.response_cache import (
@@ -87,7 +87,7 @@ def test_an_equal_request_is_answered_and_uses_one_request_of_its_limits_and_no_
     assert isinstance(own, RequestRefused)
     assert isinstance(own.refusal, StoredAnswer)
     assert (own.refusal.body, own.refusal.headers["age"]) == (WHOLE, "2")
-    assert [one for one in effects if isinstance(one, CacheLookup)] == [CacheLookup("default/chat", "hit")]
+    assert [one for one in effects if isinstance(one, CacheLookupResult)] == [CacheLookupResult("default/chat", "hit")]
     assert core.state_of(own.ticket) is RequestState.ABSENT
     levels = {key.split("/")[3]: round(one.level) for key, one in core.admission.limits._buckets.items()}
     # the first request runs; the hit has used a request, and no tokens
@@ -222,7 +222,7 @@ def test_what_passes_by_and_why(case: str) -> None:
     own, effects = core.arrive(asks(core, **fields), 0.0)
     assert isinstance(own, Decision)
     assert own.cache_bytes == 0
-    assert CacheLookup("default/chat", "bypass", why) in effects
+    assert CacheLookupResult("default/chat", "bypass", why) in effects
 
 
 def test_seeds_any_temperature_own_tools_and_embeddings_are_looked_up() -> None:

@@ -16,7 +16,7 @@ from extproc.engines.engine_responses import (
     parse_load_response,
     parse_model_list,
 )
-from extproc.feeds.tokenizers import max_prompt_tokens, parse_tokens
+from extproc.feeds.tokenizers import max_tokens_in_payload, parse_tokens
 
 
 def error(message: str, kind: str = "InvalidUserInput") -> bytes:
@@ -153,7 +153,9 @@ def test_what_is_no_list_of_models_is_unreadable_and_nothing_else(body: bytes) -
 
 def test_tokens_are_read_up_to_what_the_prompt_can_have() -> None:
     assert parse_tokens(b'{"count":2,"tokens":[0,4294967295],"token_strs":null}', 2) == [0, 4294967295]
-    assert max_prompt_tokens(b"") < max_prompt_tokens(b"x" * 1000) < max_prompt_tokens(b"x" * 10**8) <= 2**20
+    assert (
+        max_tokens_in_payload(b"") < max_tokens_in_payload(b"x" * 1000) < max_tokens_in_payload(b"x" * 10**8) <= 2**20
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from bench.stack.processes import free_ports
 from extproc.api.config_loader import ConfigDirectory
-from extproc.api.status_pages import ConfigReport, content_digest
+from extproc.api.status_page_contents import ConfigReport, content_digest
 from extproc.core.core import Core
 from extproc.core.request_record import RequestHead
 from extproc.feeds import config_directory as directory

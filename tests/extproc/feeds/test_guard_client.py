@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from extproc.admission.route_guards import RouteGuardConfig
+from extproc.admission.guard_services_by_route import RouteGuardConfig
 from extproc.api.guard_services import GuardService
 from extproc.api.quantities import Duration
 from extproc.core.core import Core

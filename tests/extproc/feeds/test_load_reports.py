@@ -126,7 +126,7 @@ async def test_without_a_load_it_counts_as_one_that_does_not_report(
         await eventually(lambda: "write this gateway's tenant there into loadShownTo" in caplog.text)
         assert not pool.table.has_reported(0)
         gateway.text = '{"saturation": 1}'
-        await eventually(lambda: pool.is_full(asyncio.get_running_loop().time()))
+        await eventually(lambda: pool.is_provider_full(asyncio.get_running_loop().time()))
 
 
 @pytest.mark.parametrize("status", [302, 401, 404, 500])

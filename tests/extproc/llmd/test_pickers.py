@@ -17,7 +17,7 @@ from extproc.endpoints.learned_speeds import PromptCost
 from extproc.endpoints.table import EndpointTable
 from extproc.refusals import NoEndpoint
 from extproc.scheduling.builtin_pickers import PrefixAware, PrefixAwareParameters, RoundRobin
-from extproc.scheduling.picker import RequestDemand, RequestFacts, View
+from extproc.scheduling.picker import RequestDemandByRow, RequestFacts, View
 from tests.extproc.breakers import trip
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def cached(table: EndpointTable, **tokens: float) -> np.ndarray[tuple[int], np.d
     return column
 
 
-def demand(input_tokens: float, cached_tokens: Floats) -> RequestDemand:
-    return RequestDemand(cached_tokens, PromptCost().prefill_work(input_tokens - cached_tokens, cached_tokens))
+def demand(input_tokens: float, cached_tokens: Floats) -> RequestDemandByRow:
+    return RequestDemandByRow(cached_tokens, PromptCost().prefill_work(input_tokens - cached_tokens, cached_tokens))
 
 
 def view(table: EndpointTable, input_tokens: float, cached_tokens: Floats, now: float) -> View:

@@ -7,7 +7,7 @@ import random
 from typing import TYPE_CHECKING
 
 from extproc.core.core import Core
-from extproc.core.effects import CacheLookup, GuardAnswered
+from extproc.core.effects import CacheLookupResult, GuardAnswered
 from extproc.metrics.request_metrics import Metrics
 from tests.extproc.scenes import configuration, request
 
@@ -160,6 +160,6 @@ def test_series_of_response_caches_end_with_them() -> None:
 
     process = Process(cached("stays", "leaves"))
     for name in ("stays", "leaves"):
-        process.metrics.count_effect(CacheLookup(f"default/{name}", "miss"))
+        process.metrics.count_effect(CacheLookupResult(f"default/{name}", "miss"))
     process.apply(cached("stays"))
     assert process.values("route")["attache_response_cache_lookups"] == {"default/stays"}

@@ -8,7 +8,7 @@ from hpack import Decoder, Encoder, HPACKError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.rpc.header_blocks import BadHeaderBlock, HeaderBlocks, Headers
+from extproc.rpc.header_blocks import BadHeaderBlock, HeaderBlockDecoder, Headers
 
 NO_TABLE = b"\x20"
 MOST = 4096
@@ -18,8 +18,8 @@ _names = st.sampled_from([":path", ":method", "te", "traceparent", "content-type
 )
 
 
-def without_table() -> HeaderBlocks:
-    blocks = HeaderBlocks(MOST)
+def without_table() -> HeaderBlockDecoder:
+    blocks = HeaderBlockDecoder(MOST)
     assert blocks.decode(NO_TABLE) == []
     return blocks
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
 from bench.stack.processes import free_ports
 from extproc.api.config_loader import load_snapshot
-from extproc.api.status_pages import ConfigReport, EndpointLoad
+from extproc.api.status_page_contents import ConfigReport, EndpointLoad
 from extproc.core.core import Core
 from extproc.listen_sockets import listen
 from extproc.metrics.request_metrics import Metrics

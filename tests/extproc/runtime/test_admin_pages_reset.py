@@ -17,7 +17,7 @@ from aiohttp.test_utils import make_mocked_request
 from bench.stack.processes import free_ports
 from extproc.__main__ import main
 from extproc.api.config_loader import load_snapshot
-from extproc.api.status_pages import RESET_PATH, ConfigReport
+from extproc.api.status_page_contents import RESET_PATH, ConfigReport
 from extproc.core.core import Core
 from extproc.core.effects import BreakerChanged
 from extproc.listen_sockets import listen

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.stack.processes import free_ports, workers_of
 from extproc.__main__ import main
-from extproc.api.status_pages import ConfigReport
+from extproc.api.status_page_contents import ConfigReport
 from extproc.sd_notify import ALIVE, NOTIFY_VARIABLE, READY, STOPPING, WATCHDOG_VARIABLE
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse, StreamAccessLogsMessage
 from tests.extproc.conftest import CONFIG
@@ -488,7 +488,7 @@ from extproc.feeds.config_directory import DirectoryFeed
 from extproc.feeds.engine_scraper import EngineScraper
 from extproc.feeds.kv_events import KvEventFeed
 from extproc.feeds.saved_limits import SavedLimits
-from extproc.replication.peers import PeerEventExchange
+from extproc.replication.peer_event_exchange import PeerEventExchange
 
 async def fails(*_args, **_more):
     raise ZeroDivisionError("a mistake of ours")

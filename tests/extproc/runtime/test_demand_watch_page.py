@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from bench.stack.processes import free_ports
-from extproc.api.status_pages import DEMAND_PATH, ConfigReport, ProcessDemand, apply_demand_delta
+from extproc.api.status_page_contents import DEMAND_PATH, ConfigReport, ProcessDemand, apply_demand_delta
 from extproc.listen_sockets import listen
 from extproc.metrics.exposition import Registry
 from extproc.runtime import demand_watch

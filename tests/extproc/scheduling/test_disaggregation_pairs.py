@@ -26,7 +26,7 @@ from extproc.scheduling.builtin_pickers import (
     PrefixAwareParameters,
 )
 from extproc.scheduling.disaggregation import ExpectedSeconds, UncachedTokens
-from extproc.scheduling.picker import RequestDemand, RequestFacts, View
+from extproc.scheduling.picker import RequestDemandByRow, RequestFacts, View
 from tests.extproc.breakers import trip
 
 ROLES = PairParameters("group", {"role": "prefill"}, {"role": "decode"})
@@ -48,7 +48,7 @@ def view_of(*endpoints: str, input_tokens: float = 4000.0, cached: dict[int, flo
     held = np.zeros(len(table.addresses))
     for row, tokens in (cached or {}).items():
         held[row] = tokens
-    demand = RequestDemand(held, PromptCost().prefill_work(input_tokens - held, held))
+    demand = RequestDemandByRow(held, PromptCost().prefill_work(input_tokens - held, held))
     return View(table, demand, RequestFacts("m", input_tokens), 0.0)
 
 

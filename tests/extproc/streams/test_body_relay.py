@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
-from extproc.streams.body_relay import BodyRelay
+from extproc.streams.body_relay import ResponseBodyRelay
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
-from extproc.streams.responses import MOST_BODY_BYTES, response_body_answers
+from extproc.streams.processing_responses import MOST_BODY_BYTES, response_body_answers
 from tests.extproc.conftest import CONFIG
 from tests.extproc.streams.test_duplex import CHAT, Gateway
 
@@ -51,7 +51,7 @@ def begun() -> Gateway:
 
 def receive(gateway: Gateway, message: bytes, *, relays: bool) -> tuple[list[bytes], bool]:
     """The answers, and whether the message was relayed."""
-    relay = gateway.exchange.relay if relays else None
+    relay = gateway.exchange.passthrough_relay if relays else None
     answer = None if relay is None else relay(message)
     if answer is not None:
         return [answer], True
@@ -81,7 +81,7 @@ def test_answers_and_outcome_are_the_same_however_the_answer_is_cut(cuts: list[i
     fast, slow = begun(), begun()
     for message in (*messages, piece(b"", end=True)):
         assert receive(fast, message, relays=True)[0] == receive(slow, message, relays=False)[0]
-    assert fast.exchange.relay is None, "after the end, messages are parsed, which refuses them"
+    assert fast.exchange.passthrough_relay is None, "after the end, messages are parsed, which refuses them"
     assert outcome_of(fast) == outcome_of(slow)
 
 
@@ -98,7 +98,7 @@ def test_a_stream_without_a_decision_relays_nothing(core: Core) -> None:
     gateway = Gateway(core)
     gateway.headers()
     gateway.answer(503, b"no healthy upstream", b"")
-    assert gateway.exchange.relay is None
+    assert gateway.exchange.passthrough_relay is None
 
 
 def fields(number: int, value: bytes) -> bytes:
@@ -121,7 +121,7 @@ MEANT = [
 @pytest.mark.parametrize("message", MEANT)
 def test_what_means_more_than_a_piece_is_left_to_the_parser(message: bytes) -> None:
     taken: list[bytes] = []
-    relay = BodyRelay(taken.append)
+    relay = ResponseBodyRelay(taken.append)
     assert [relay(message), relay(message)] == [None, None]
     assert relay(piece(b"next")) == response_body_answers(b"next", is_end=False)[0]
     assert taken == [b"next"]
@@ -131,7 +131,7 @@ def test_what_means_more_than_a_piece_is_left_to_the_parser(message: bytes) -> N
 @example(b"", fields(8, b""))
 def test_any_bytes_that_pass_are_a_piece_and_known_metadata(body: bytes, more: bytes) -> None:
     taken: list[bytes] = []
-    relay = BodyRelay(taken.append)
+    relay = ResponseBodyRelay(taken.append)
     message = piece(body) + more
     answers = [relay(message), relay(message)]
     if answers[-1] is None:

@@ -16,7 +16,7 @@ from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.message_order import IllegalMessage
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
-from extproc.streams.responses import MOST_BODY_BYTES
+from extproc.streams.processing_responses import MOST_BODY_BYTES
 from tests.extproc.conftest import CONFIG, shell
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.message_order import ANSWER, REQUEST, BodyMode, IllegalMessage, MessageStage
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
-from extproc.streams.responses import MOST_BODY_BYTES
+from extproc.streams.processing_responses import MOST_BODY_BYTES
 from tests.extproc.conftest import in_some_state, shell
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from extproc.refusals import NoEndpoint
 from extproc.streams.duplex import DuplexExchange
 from extproc.streams.exchange import Exchange
 from extproc.streams.messages import ProcessingRequest, ProcessingResponse
-from extproc.streams.responses import refusal_answer
+from extproc.streams.processing_responses import refusal_answer
 from tests.extproc.conftest import shell
 from tests.extproc.scenes import CHAT, configuration
 

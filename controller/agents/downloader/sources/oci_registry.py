@@ -90,7 +90,7 @@ class RegistrySource:
         self, place: OciLocation, transfer: TransferClient, environment: EnvironmentReader, machine: str
     ) -> None:
         self._place = place
-        self._access = RegistryAccess(place, transfer, environment)
+        self._access = RegistryClient(place, transfer, environment)
         self._architecture = _ARCHITECTURES.get(machine, machine)
 
     async def list_files(self, revision: str) -> FileListing:
@@ -155,7 +155,7 @@ class _Token(msgspec.Struct, frozen=True):
     expires_in: float = 60.0
 
 
-class RegistryAccess:
+class RegistryClient:
     """Calls to one repository. ``ATTACHE_PLAIN_REGISTRIES`` lists registries without TLS; loopback ones are."""
 
     def __init__(self, place: OciLocation, transfer: TransferClient, environment: EnvironmentReader) -> None:

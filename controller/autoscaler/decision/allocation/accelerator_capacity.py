@@ -49,14 +49,14 @@ class SchedulableNode(Protocol):
         ...
 
 
-class NodeResource(NamedTuple):
+class NodeResourceKey(NamedTuple):
     """Where accelerators are: the index of a node, and one of its resources."""
 
     node: int
     resource: str
 
 
-def accelerator_resources(nodes: Sequence[SchedulableNode], kind: str) -> frozenset[NodeResource]:
+def accelerator_resources(nodes: Sequence[SchedulableNode], kind: str) -> frozenset[NodeResourceKey]:
     """Nodes' resources of an accelerator kind, free or not. A kind is the name of a resource or the value of a node's
     label.
 
@@ -64,20 +64,20 @@ def accelerator_resources(nodes: Sequence[SchedulableNode], kind: str) -> frozen
     of its label's kind.
     """
     return frozenset(
-        NodeResource(index, resource)
+        NodeResourceKey(index, resource)
         for index, node in enumerate(nodes)
         for resource in _resources(node)
         if resource == kind or any(matches_accelerator(label, kind) for label in _labels(node))
     )
 
 
-def free_on_nodes(nodes: Sequence[SchedulableNode], places: Iterable[NodeResource]) -> int:
+def free_on_nodes(nodes: Sequence[SchedulableNode], places: Iterable[NodeResourceKey]) -> int:
     """Accelerators that are free there."""
     return sum(max(0, int(nodes[one.node].free[one.resource])) for one in places)
 
 
 def fitting_replicas(
-    nodes: Sequence[SchedulableNode], places: Collection[NodeResource], accelerators: int, pods: int = 1
+    nodes: Sequence[SchedulableNode], places: Collection[NodeResourceKey], accelerators: int, pods: int = 1
 ) -> int:
     """Further replicas that fit there, each of ``pods`` pods with an equal part of its accelerators.
 
@@ -128,21 +128,21 @@ class TargetAcceleratorClaim(msgspec.Struct, frozen=True, kw_only=True):
     lacks: int = 0
 
 
-class AcceleratorClaim(msgspec.Struct, frozen=True):
+class BindingAcceleratorClaim(msgspec.Struct, frozen=True):
     """A binding's."""
 
     order: Order
     shares: tuple[TargetAcceleratorClaim, ...] = ()
 
 
-class NodeAccelerators:
+class ClusterAccelerators:
     """Free accelerators of nodes at one instant. Results are cached by kind, as kinds are queried repeatedly."""
 
     def __init__(self, nodes: Iterable[SchedulableNode] = ()) -> None:
         self._nodes = list(nodes)
         self._free: dict[Kinds, int] = {}
         self._fits: dict[tuple[str, int, int], int] = {}
-        self._of_kind: dict[str, frozenset[NodeResource]] = {}
+        self._of_kind: dict[str, frozenset[NodeResourceKey]] = {}
 
     def free_accelerators(self, kinds: Kinds) -> int:
         """Accelerators of these kinds; those that are of several of them count once."""
@@ -186,17 +186,17 @@ class NodeAccelerators:
     def _is_within(self, kind: str, other: str) -> bool:
         return self.has_kind(kind) and self._places(kind) <= self._places(other)
 
-    def _of_any(self, kinds: Kinds) -> frozenset[NodeResource]:
+    def _of_any(self, kinds: Kinds) -> frozenset[NodeResourceKey]:
         return self._places(kinds[0]) if len(kinds) == 1 else frozenset().union(*map(self._places, kinds))
 
-    def _places(self, kind: str) -> frozenset[NodeResource]:
+    def _places(self, kind: str) -> frozenset[NodeResourceKey]:
         if kind not in self._of_kind:
             self._of_kind[kind] = accelerator_resources(self._nodes, kind)
         return self._of_kind[kind]
 
 
 def capacity_after_claims(
-    mine: AcceleratorClaim, kinds: Kinds, nodes: NodeAccelerators, others: Iterable[AcceleratorClaim]
+    mine: BindingAcceleratorClaim, kinds: Kinds, nodes: ClusterAccelerators, others: Iterable[BindingAcceleratorClaim]
 ) -> int:
     """Accelerators of these kinds together that ``mine`` may still request. ``others``: all claims, with or without
     ``mine``.
@@ -214,14 +214,14 @@ def capacity_after_claims(
     return max(0, left)
 
 
-def headroom_in_replicas(share: TargetAcceleratorClaim, left: int, nodes: NodeAccelerators) -> int:
+def headroom_in_replicas(share: TargetAcceleratorClaim, left: int, nodes: ClusterAccelerators) -> int:
     """Replicas of a target that it may have beyond what it was promised. ``left``: by ``capacity_after_claims``."""
     return min(left // share.accelerators, max(0, nodes.replicas_on_empty_nodes(share) - share.promised))
 
 
-def _of(claim: AcceleratorClaim, kinds: Kinds, nodes: NodeAccelerators) -> Sequence[TargetAcceleratorClaim]:
+def _of(claim: BindingAcceleratorClaim, kinds: Kinds, nodes: ClusterAccelerators) -> Sequence[TargetAcceleratorClaim]:
     return [one for one in claim.shares if nodes.kinds_overlap(kinds, one.kind)]
 
 
-def _promised(share: TargetAcceleratorClaim, nodes: NodeAccelerators) -> int:
+def _promised(share: TargetAcceleratorClaim, nodes: ClusterAccelerators) -> int:
     return min(share.promised, nodes.replicas_on_empty_nodes(share)) * share.accelerators

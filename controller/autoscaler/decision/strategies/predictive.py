@@ -24,7 +24,7 @@ from controller.api.shared_types import Utilization
 from controller.api.strategies import LearnedState, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.offered_load import estimate_offered_load
-from controller.autoscaler.decision.replica_speeds import request_work
+from controller.autoscaler.decision.replica_performance import request_work
 from extproc.api.quantities import Duration
 from extproc.api.spec import Spec
 

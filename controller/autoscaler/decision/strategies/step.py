@@ -30,7 +30,7 @@ from controller.autoscaler.decision.strategies.engine_loads import (
     gateway_metric,
     ready_units,
     round_up_units,
-    scale_in_step,
+    units_after_scale_in,
 )
 from extproc.api.spec import CelRule, Spec
 
@@ -117,7 +117,7 @@ class StepStrategy(msgspec.Struct, frozen=True):
         if doubts or not all(one.is_sure for one in found.values()):
             why = doubts or "values of some engines are unknown"
             return Recommendation(self.name, None, f"{why}; {reason}, which is no reason to scale in", inputs), None
-        desired = scale_in_step(situation, step.replica_delta(current, situation))
+        desired = units_after_scale_in(situation, step.replica_delta(current, situation))
         return Recommendation(self.name, desired, f"{reason}, below {step.ratio:g}", inputs), None
 
 

@@ -38,7 +38,7 @@ from controller.autoscaler.decision.strategies.engine_loads import (
     ready_loads,
     round_down_units,
     round_up_units,
-    scale_in_step,
+    units_after_scale_in,
 )
 from extproc.api.spec import CelRule, Spec
 
@@ -133,7 +133,9 @@ class TokensStrategy(msgspec.Struct, frozen=True):
             return Recommendation(self.name, current, f"{message}; enough, and no replica too many", inputs), after
         if counted.unknown:
             return Recommendation(self.name, None, f"{message}, but the load of some engines is unknown", inputs), after
-        return Recommendation(self.name, scale_in_step(situation, fewer), f"{message}; fewer carry that", inputs), after
+        return Recommendation(
+            self.name, units_after_scale_in(situation, fewer), f"{message}; fewer carry that", inputs
+        ), after
 
     def _count(self, situation: Situation, memory: TokensMemory) -> _Counted:
         lengths = _lengths(situation) or memory.lengths

@@ -53,7 +53,7 @@ from controller.api.shared_types import Utilization
 from controller.api.strategies import LearnedState, StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.offered_load import OfferedLoad, estimate_offered_load
-from controller.autoscaler.decision.replica_speeds import (
+from controller.autoscaler.decision.replica_performance import (
     MOST_UTILIZATION,
     RequestWork,
     replicas_for_cache,
@@ -169,7 +169,7 @@ def with_headroom(per_s: float, headroom: float, most: float) -> float:
     return max(per_s, min(per_s * headroom, most))
 
 
-class ReplicaSample(msgspec.Struct, frozen=True):
+class ReplicaCountSample(msgspec.Struct, frozen=True):
     """A number of replicas, and when there were as many."""
 
     replicas: float
@@ -188,8 +188,8 @@ class LatencyCorrection(msgspec.Struct, frozen=True, kw_only=True):
     enough_since_s: float | None = None
     ready: float = 0.0
     steady_since_s: float = 0.0
-    most: ReplicaSample | None = None
-    fewest: ReplicaSample | None = None
+    most: ReplicaCountSample | None = None
+    fewest: ReplicaCountSample | None = None
 
 
 def correct_for_latency(
@@ -240,10 +240,10 @@ def _towards(before: float, measured: float, elapsed_s: float) -> float:
     return before + (measured - before) * min(1.0, elapsed_s / _FOLLOWING_S)
 
 
-def _extreme(before: ReplicaSample | None, ready: float, now_s: float, *, sign: int) -> ReplicaSample:
+def _extreme(before: ReplicaCountSample | None, ready: float, now_s: float, *, sign: int) -> ReplicaCountSample:
     """The most (``sign`` 1) or fewest (-1) replicas that were ready in the time of the measured answers."""
     if before is None or (ready - before.replicas) * sign >= 0 or now_s - before.at_s > ANSWERED_S:
-        return ReplicaSample(ready, now_s)
+        return ReplicaCountSample(ready, now_s)
     return before
 
 

@@ -11,7 +11,7 @@ import msgspec
 from controller.gateway.compile.gateway_api.resource_types import GRPC_ROUTE
 from controller.gateway.compile.inference_pools import SETTINGS, server_key
 from controller.gateway.compile.source_objects import to_canonical_json
-from controller.kube.api_resources import identity_of
+from controller.kube.api_resources import partial_metadata
 from controller.kube.conditions import WantedCondition, condition_false
 from extproc.api.addresses import is_local_or_metadata_host, join_host_port
 from extproc.api.error_hints import is_ip
@@ -113,7 +113,7 @@ def parse_endpoint_slice(thing: Mapping[str, Any]) -> EndpointSlice | None:
 
 def trim_endpoint_slice(thing: Mapping[str, Any]) -> dict[str, Any]:
     """What ``parse_endpoint_slice`` reads."""
-    slim = identity_of(thing)
+    slim = partial_metadata(thing)
     service = (thing["metadata"].get("labels") or {}).get(_SERVICE)
     slim["labels"] = {} if service is None else {_SERVICE: service}
     endpoints = [

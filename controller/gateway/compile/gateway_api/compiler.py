@@ -141,7 +141,7 @@ class GatewayApiCompiler:
             if found.document is not None:
                 yield key, found.document
 
-    def routes_without_models(self) -> frozenset[tuple[str, str]]:
+    def non_inference_routes(self) -> frozenset[tuple[str, str]]:
         """Kinds and keys of the routes that go to no ModelServer and no pool, so that extproc has no part in their
         requests.
         """

@@ -35,7 +35,7 @@ from bench.virtual.observers import REQUEST_KEY
 from extproc.api.config_errors import ConfigInvalid
 from extproc.endpoints.in_flight import begin_request
 from extproc.endpoints.table import EndpointTable
-from extproc.scheduling.picker import RequestDemand, RequestFacts, View
+from extproc.scheduling.picker import RequestDemandByRow, RequestFacts, View
 
 if TYPE_CHECKING:
     from extproc.scheduling.picker import Picker
@@ -72,7 +72,7 @@ class Engines:
             column[self.table.row_of(address)] = tokens
         facts = RequestFacts("m", float(request.prompt_tokens), headers={REQUEST_KEY: str(request.key)})
         self.tracker.on_arrival(request, (0, 0), self.now)
-        return View(self.table, RequestDemand(column, request.prompt_tokens - column), facts, self.now)
+        return View(self.table, RequestDemandByRow(column, request.prompt_tokens - column), facts, self.now)
 
     def pick(self, picker: Picker, request: Request | None = None, **cached: float) -> str:
         """The first choice; the request counts as sent there."""

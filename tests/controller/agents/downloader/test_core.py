@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from controller.agents.downloader.archives import check_symlink
 from controller.agents.downloader.cache import (
-    EntryState,
+    EntryLockState,
     EvictionCandidate,
     choose_evictions,
     next_cache_step,
@@ -250,9 +250,9 @@ def test_a_link_that_is_admitted_stays_below_the_directory(parts: list[str], dep
 
 
 def test_only_who_holds_the_lock_fetches() -> None:
-    assert next_cache_step(EntryState(is_ready=True, holds_lock=False)) == "use"
-    assert next_cache_step(EntryState(is_ready=False, holds_lock=True)) == "fetch"
-    assert next_cache_step(EntryState(is_ready=False, holds_lock=False)) == "follow"
+    assert next_cache_step(EntryLockState(is_ready=True, holds_lock=False)) == "use"
+    assert next_cache_step(EntryLockState(is_ready=False, holds_lock=True)) == "fetch"
+    assert next_cache_step(EntryLockState(is_ready=False, holds_lock=False)) == "follow"
 
 
 def test_a_marker_that_was_cut_short_is_none() -> None:

@@ -17,7 +17,7 @@ from controller.agents.runtime.agent import EngineAgent
 from controller.agents.runtime.declared_adapters import SourcePolicy
 from controller.agents.runtime.drain import DrainSettings
 from controller.agents.runtime.engine_client import EngineClient
-from controller.agents.runtime.health import HealthSettings
+from controller.agents.runtime.engine_health import HealthSettings
 from controller.agents.runtime.server import AgentServer, serve_agent
 from controller.agents.runtime.settings import AdapterSettings, AgentSettings, WarmUpSettings
 from extproc.engines.dialects import DIALECTS

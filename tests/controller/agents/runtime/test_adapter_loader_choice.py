@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.agents.runtime.adapter_loader import (
-    Adapter,
     AdapterAction,
     AdapterChanges,
-    EngineAdapters,
+    EngineAdapterState,
+    LoadedAdapter,
     LoadFailures,
     WantedAdapters,
     adapter_changes,
@@ -23,15 +23,15 @@ from controller.agents.runtime.declared_adapters import DeclaredAdapter
 NAMES = st.sampled_from("abcdef")
 
 
-def shelf(*adapters: Adapter, limit: int = 2, pinned: str = "", tells_use: bool = True) -> EngineAdapters:
-    return EngineAdapters({one.name: one for one in adapters}, frozenset(pinned), limit, tells_use)
+def shelf(*adapters: LoadedAdapter, limit: int = 2, pinned: str = "", tells_use: bool = True) -> EngineAdapterState:
+    return EngineAdapterState({one.name: one for one in adapters}, frozenset(pinned), limit, tells_use)
 
 
-def step(held: EngineAdapters, name: str, path: str = "") -> AdapterAction:
+def step(held: EngineAdapterState, name: str, path: str = "") -> AdapterAction:
     return next_adapter_action(held, name, path, keep_s=10.0, now_s=100.0)
 
 
-OLD, NEW = Adapter("old", used_at_s=1.0), Adapter("new", used_at_s=50.0)
+OLD, NEW = LoadedAdapter("old", used_at_s=1.0), LoadedAdapter("new", used_at_s=50.0)
 
 
 def test_there_is_room() -> None:
@@ -48,25 +48,25 @@ def test_the_least_recently_used_goes() -> None:
 
 
 def test_equally_old_ones_go_by_name_so_that_the_choice_can_be_repeated() -> None:
-    assert adapter_to_evict(shelf(Adapter("b"), Adapter("a")), keep_s=1.0, now_s=9.0) == "a"
+    assert adapter_to_evict(shelf(LoadedAdapter("b"), LoadedAdapter("a")), keep_s=1.0, now_s=9.0) == "a"
 
 
 def test_those_in_use_pinned_or_just_used_stay() -> None:
-    in_use = Adapter("old", used_at_s=1.0, is_in_use=True)
+    in_use = LoadedAdapter("old", used_at_s=1.0, is_in_use=True)
     assert step(shelf(in_use, NEW), "x") == AdapterAction("unload", "new", "evicted")
-    assert step(shelf(in_use, Adapter("new", used_at_s=90.1)), "x").kind == "busy"
+    assert step(shelf(in_use, LoadedAdapter("new", used_at_s=90.1)), "x").kind == "busy"
     assert step(shelf(OLD, limit=1, pinned=""), "x").kind == "unload"
-    assert step(EngineAdapters({"old": OLD}, frozenset({"old"}), 1), "x").kind == "busy"
+    assert step(EngineAdapterState({"old": OLD}, frozenset({"old"}), 1), "x").kind == "busy"
     assert step(shelf(OLD, NEW, tells_use=False), "x").kind == "busy"
 
 
 def test_other_files_under_a_name_replace_it_when_it_is_idle() -> None:
-    held = Adapter("a", path="/one", used_at_s=1.0)
+    held = LoadedAdapter("a", path="/one", used_at_s=1.0)
     assert step(shelf(held), "a", "/one").kind == "loaded"
     assert step(shelf(held), "a", "/two") == AdapterAction("unload", "a", "replaced")
-    assert step(shelf(Adapter("a", "/one", 1.0, is_in_use=True)), "a", "/two").kind == "busy"
+    assert step(shelf(LoadedAdapter("a", "/one", 1.0, is_in_use=True)), "a", "/two").kind == "busy"
     # an engine that tells no paths is believed
-    assert step(shelf(Adapter("a")), "a", "/two").kind == "loaded"
+    assert step(shelf(LoadedAdapter("a")), "a", "/two").kind == "loaded"
 
 
 @given(
@@ -78,8 +78,8 @@ def test_other_files_under_a_name_replace_it_when_it_is_idle() -> None:
 def test_nothing_pinned_in_use_or_fresh_ever_goes(
     held: dict[str, tuple[float, bool]], pinned: frozenset[str], limit: int, name: str
 ) -> None:
-    adapters = {each: Adapter(each, "", used_at_s, in_use) for each, (used_at_s, in_use) in held.items()}
-    found = step(EngineAdapters(adapters, pinned, limit), name)
+    adapters = {each: LoadedAdapter(each, "", used_at_s, in_use) for each, (used_at_s, in_use) in held.items()}
+    found = step(EngineAdapterState(adapters, pinned, limit), name)
     match found.kind:
         case "unload":
             gone = adapters[found.name]
@@ -95,7 +95,7 @@ def test_nothing_pinned_in_use_or_fresh_ever_goes(
             assert all(one.is_in_use or one.name in pinned or one.used_at_s > 90.0 for one in adapters.values())
 
 
-def wished(held: EngineAdapters, **declared: DeclaredAdapter) -> AdapterChanges:
+def wished(held: EngineAdapterState, **declared: DeclaredAdapter) -> AdapterChanges:
     return adapter_changes(held, WantedAdapters(declared, {}), keep_s=10.0, now_s=100.0)
 
 
@@ -114,7 +114,7 @@ def test_pinned_ones_come_first_and_whatever_has_to_go() -> None:
 
 
 def test_removed_ones_go_when_they_are_idle() -> None:
-    busy = Adapter("busy", used_at_s=1.0, is_in_use=True)
+    busy = LoadedAdapter("busy", used_at_s=1.0, is_in_use=True)
     wishes = WantedAdapters({}, {}, removed=frozenset({"old", "busy", "absent"}))
     assert adapter_changes(shelf(OLD, busy), wishes, keep_s=10.0, now_s=100.0).unload == ("old",)
 

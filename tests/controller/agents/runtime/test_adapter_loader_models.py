@@ -15,12 +15,12 @@ import pytest
 
 from controller.agents.runtime import adapter_loader
 from controller.agents.runtime.adapter_loader import (
-    Adapter,
     AdapterAction,
-    EngineAdapters,
+    EngineAdapterState,
+    LoadedAdapter,
     WantedAdapters,
     adapter_changes,
-    idle_adapters,
+    idle_declared_adapters,
     next_adapter_action,
 )
 from controller.agents.runtime.agent import EngineAgent
@@ -179,17 +179,17 @@ def test_the_file_has_memory_and_format_and_a_mistake_costs_no_other_model() -> 
     assert wrong.keys() == {"a/b", "a\n", "..", "minus"}
 
 
-def shelf(sizes: Mapping[str, int], *held: Adapter, pinned: str = "") -> EngineAdapters:
-    return EngineAdapters({one.name: one for one in held}, frozenset(pinned), memory=10, sizes=sizes, reloads=True)
+def shelf(sizes: Mapping[str, int], *held: LoadedAdapter, pinned: str = "") -> EngineAdapterState:
+    return EngineAdapterState({one.name: one for one in held}, frozenset(pinned), memory=10, sizes=sizes, reloads=True)
 
 
-def step(held: EngineAdapters, name: str, path: str = "") -> AdapterAction:
+def step(held: EngineAdapterState, name: str, path: str = "") -> AdapterAction:
     return next_adapter_action(held, name, path, keep_s=10.0, now_s=100.0)
 
 
 def test_models_go_until_there_is_memory_and_none_goes_in_vain() -> None:
     sizes = {"a": 4, "b": 4, "c": 2, "x": 9}
-    a, b, c = (Adapter(name, used_at_s=at_s) for name, at_s in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
+    a, b, c = (LoadedAdapter(name, used_at_s=at_s) for name, at_s in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
     assert step(shelf(sizes, a, b), "c") == AdapterAction("load", "c")
     assert step(shelf(sizes, a, b, c), "x") == AdapterAction("unload", "a", "evicted")
     assert step(shelf(sizes, b, c), "x") == AdapterAction("unload", "b", "evicted")
@@ -199,7 +199,7 @@ def test_models_go_until_there_is_memory_and_none_goes_in_vain() -> None:
 
 
 def test_other_files_take_the_place_of_a_model_without_a_gap() -> None:
-    held = Adapter("a", "/old", used_at_s=99.0, is_in_use=True)
+    held = LoadedAdapter("a", "/old", used_at_s=99.0, is_in_use=True)
     assert step(shelf({"a": 4}, held), "a", "/new") == AdapterAction("load", "a")
     assert step(shelf({"a": 4}, held), "a", "/old") == AdapterAction("loaded", "a")
 
@@ -212,10 +212,14 @@ def test_models_of_the_file_are_loaded_ahead_if_all_of_them_fit(size: int, load:
 
 
 def test_what_is_unused_is_what_nobody_pinned_or_used() -> None:
-    old, new, busy = Adapter("old", used_at_s=1.0), Adapter("new", used_at_s=95.0), Adapter("busy", is_in_use=True)
-    held = shelf({}, old, new, busy, Adapter("kept"), Adapter("strange"), pinned="kept")
+    old, new, busy = (
+        LoadedAdapter("old", used_at_s=1.0),
+        LoadedAdapter("new", used_at_s=95.0),
+        LoadedAdapter("busy", is_in_use=True),
+    )
+    held = shelf({}, old, new, busy, LoadedAdapter("kept"), LoadedAdapter("strange"), pinned="kept")
     held = msgspec.structs.replace(held, pinned=frozenset({"kept"}))
-    assert idle_adapters(held, ["old", "new", "busy", "kept", "gone"], 10.0, 100.0) == ["old"]
+    assert idle_declared_adapters(held, ["old", "new", "busy", "kept", "gone"], 10.0, 100.0) == ["old"]
 
 
 class Running:

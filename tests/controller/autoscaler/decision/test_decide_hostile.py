@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from controller.api.autoscaling_binding import AutoscalingPolicyBinding, EngineCapacity
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
 from controller.autoscaler.decision.decide import decide
-from controller.autoscaler.decision.replica_speeds import estimate_speed
+from controller.autoscaler.decision.replica_performance import estimate_speed
 from controller.autoscaler.decision.saved_state import decode_memory, encode_memory
 from controller.autoscaler.decision.situation import (
     Backlog,
@@ -25,7 +25,7 @@ from controller.autoscaler.decision.situation import (
     TargetSituation,
 )
 from extproc.api.quantities import decode_quantity
-from extproc.api.status_pages import EngineDemand
+from extproc.api.status_page_contents import EngineDemand
 from tests.controller.autoscaler.decision.situations import (
     NOW_S,
     binding_of,

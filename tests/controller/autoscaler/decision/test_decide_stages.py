@@ -28,7 +28,7 @@ from controller.autoscaler.decision.situation import (
 from controller.autoscaler.decision.traffic import Traffic, TrafficPoint, TrafficTotals
 from extproc.api.quantities import Duration
 from extproc.api.spec import Metadata
-from extproc.api.status_pages import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_index
+from extproc.api.status_page_contents import TPOT_BOUNDS_S, TTFT_BOUNDS_S, bucket_index
 from tests.controller.autoscaler.decision.situations import spec_of
 
 if TYPE_CHECKING:

@@ -8,27 +8,27 @@ import random
 import msgspec
 import pytest
 
-from controller.autoscaler.decision.gateway_reports import MOST, merge_reports, sanitize_gauges
+from controller.autoscaler.decision.gateway_reports import MOST, engine_signals_by_address, sanitize_gauges
 from controller.autoscaler.decision.offered_load import estimate_offered_load
 from controller.autoscaler.decision.traffic import (
     PackedPoints,
     Traffic,
+    TrafficCounters,
     TrafficHistory,
-    TrafficSums,
     TrafficTotals,
     sum_traffic,
 )
-from extproc.api.status_pages import EngineDemand, ServerDemand
+from extproc.api.status_page_contents import EngineDemand, ServerDemand
 
 SECONDS = 700
 
 
 def history_of(rng: random.Random, idle_from: int, ticks: int = SECONDS) -> PackedPoints:
     """Random arrivals until ``idle_from``, then none."""
-    made, sums = TrafficHistory(), TrafficSums()
+    made, sums = TrafficHistory(), TrafficCounters()
     for tick in range(1, ticks + 1):
         number = rng.choice((0, 0, 1, 5, 40)) if tick < idle_from else 0
-        more = TrafficSums(
+        more = TrafficCounters(
             [float(number), float(number // 5), float(number // 2), 1e3 * number, 5.0 * number, 2e2 * number, 9.0]
         )
         if number:
@@ -81,7 +81,9 @@ def test_what_one_gateway_says_is_what_it_says_beside_one_that_knows_no_engine()
             step_s=rng.choice((None, 0.01)),
         )
         said = ServerDemand(engines={"10.0.0.1:8000": engine})
-        assert merge_reports([(said, 50.0)]) == merge_reports([(said, 50.0), (ServerDemand(), 40.0)])
+        assert engine_signals_by_address([(said, 50.0)]) == engine_signals_by_address(
+            [(said, 50.0), (ServerDemand(), 40.0)]
+        )
 
 
 @pytest.mark.parametrize(

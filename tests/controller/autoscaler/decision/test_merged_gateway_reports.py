@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from controller.autoscaler.decision.gateway_reports import MOST, SILENT_AFTER_S
 from controller.autoscaler.decision.merged_gateway_reports import ServerSignals, SignalAggregator
 from controller.autoscaler.decision.situation import Backlog, EngineReport
-from extproc.api.status_pages import (
+from extproc.api.status_page_contents import (
     TPOT_BOUNDS_S,
     TTFT_BOUNDS_S,
     EngineDemand,

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 
 from controller.api.autoscaling_policy import AutoscalingPolicySpec
-from controller.autoscaler.decision.saved_state import MOST_TURNS, TURNS_COUNT_S, StageMemory
+from controller.autoscaler.decision.saved_state import MOST_TURNS, TURNS_COUNT_S, ServingStageMemory
 from controller.autoscaler.decision.stage_replica_need import SCALE_IN_WINDOW_S, effective_behavior, prepare_stage
 from tests.controller.autoscaler.decision.situations import NOW_S, situation_of, target_of
 
 POLICY = AutoscalingPolicySpec()
 
 
-def memory_after(*replicas: int, apart_s: float = 60.0) -> StageMemory:
+def memory_after(*replicas: int, apart_s: float = 60.0) -> ServingStageMemory:
     """After looks at so many replicas, one after the other."""
     memory = None
     for index, count in enumerate(replicas):

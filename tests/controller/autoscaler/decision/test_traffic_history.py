@@ -14,19 +14,19 @@ from controller.autoscaler.decision.traffic import (
     FINE,
     RECENT,
     Traffic,
+    TrafficCounters,
     TrafficHistory,
-    TrafficSums,
 )
 
 HOURS_S = 7800
 
 
-def fed(history: TrafficHistory, ticks: int) -> tuple[TrafficSums, list[tuple[float, int, int]]]:
+def fed(history: TrafficHistory, ticks: int) -> tuple[TrafficCounters, list[tuple[float, int, int]]]:
     """The sums at last, and after each tick: arrivals, and requests in both histograms."""
-    rng, sums, said = random.Random(1), TrafficSums(), list[tuple[float, int, int]]()
+    rng, sums, said = random.Random(1), TrafficCounters(), list[tuple[float, int, int]]()
     for number in range(1, ticks + 1):
         came = rng.randrange(1, 9)
-        more = TrafficSums([float(came)] * 7)
+        more = TrafficCounters([float(came)] * 7)
         for _ in range(came):
             more.ttft[rng.randrange(3, len(more.ttft))] += 1
             more.tpot[rng.randrange(3, len(more.tpot))] += 1
@@ -80,7 +80,7 @@ def test_what_is_spread_over_the_past_reaches_thinned_points_too() -> None:
     history = TrafficHistory()
     sums, _ = fed(history, HOURS_S)
     before = history.points(HOURS_S + 0.5, sums)
-    more = TrafficSums([1000.0] * 7)
+    more = TrafficCounters([1000.0] * 7)
     more.ttft[5] = 1000
     history.spread_over(more, HOURS_S - 1000.0, float(HOURS_S))
     after = history.points(HOURS_S + 0.5, sums)

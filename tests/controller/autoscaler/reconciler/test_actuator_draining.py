@@ -6,7 +6,7 @@ from __future__ import annotations
 from controller.api.drain_mark import DELETION_COST, DRAINING, HEARD_S
 from controller.autoscaler.decision.situation import EngineReport
 from controller.autoscaler.reconciler.actuator import choose_pods_to_remove, drain_mark_removals, drain_pods
-from controller.kube.pods import PodView
+from controller.kube.pod_views import PodView
 
 NOW_S = 1_800_000_000.0
 

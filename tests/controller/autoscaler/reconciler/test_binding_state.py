@@ -7,8 +7,8 @@ import random
 from collections import Counter
 
 from controller.autoscaler.decision.decision import Decision, StageDecision
-from controller.autoscaler.decision.replica_speeds import EngineStart, StartDurations, expected_start_s
-from controller.autoscaler.decision.saved_state import BindingMemory, StageMemory, decode_memory, encode_memory
+from controller.autoscaler.decision.replica_performance import EngineStart, StartDurations, expected_start_s
+from controller.autoscaler.decision.saved_state import BindingMemory, ServingStageMemory, decode_memory, encode_memory
 from controller.autoscaler.decision.situation import ReplicaSpeed
 from controller.autoscaler.decision.strategies.predictive import MOST_PLACES, PredictiveMemory
 from controller.autoscaler.reconciler.binding_state import (
@@ -28,11 +28,11 @@ def test_the_largest_binding_fits_and_comes_back() -> None:
         pods = (f"{rng.getrandbits(160):x}-{rng.getrandbits(40):x}" for _ in range(32))
         return StartDurations(tuple(EngineStart(pod, rng.uniform(10, 600)) for pod in pods))
 
-    def stage(targets: list[str]) -> StageMemory:
+    def stage(targets: list[str]) -> ServingStageMemory:
         season = PredictiveMemory(0.0, profile=tuple(rng.uniform(0, 99) for _ in range(MOST_PLACES)), season_s=86400.0)
         speeds = {one: ReplicaSpeed(rng.uniform(1e3, 1e5), rng.random(), rng.random() / 1e6) for one in targets}
         known = {one: starts() for one in targets}
-        return StageMemory(
+        return ServingStageMemory(
             began_at_s=0.0, decided_at_s=0.0, strategies={"Predictive": season}, speeds=speeds, starts=known
         )
 
@@ -48,7 +48,9 @@ def test_the_largest_binding_fits_and_comes_back() -> None:
 
 
 def test_measured_starts_count_before_what_the_target_says_after_a_restart_too() -> None:
-    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, starts={"main": StartDurations((EngineStart("a", 33.0),))})
+    stage = ServingStageMemory(
+        began_at_s=0.0, decided_at_s=0.0, starts={"main": StartDurations((EngineStart("a", 33.0),))}
+    )
     again = decode_memory(decode_annotation(encode_annotation(encode_memory(BindingMemory({"Both": stage})))), 5.0)
     assert expected_start_s(again.stages["Both"].starts["main"], 240.0) == 33.0
 

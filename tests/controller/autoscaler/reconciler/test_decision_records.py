@@ -10,7 +10,7 @@ from controller.autoscaler.decision.decision import AppliedRule, Decision, Recom
 from controller.autoscaler.decision.situation import Backlog, Freshness
 from controller.autoscaler.reconciler.binding_state import decode_annotation, encode_annotation
 from controller.autoscaler.reconciler.decision_records import (
-    DecisionLog,
+    BindingDecisionLog,
     DecisionRecord,
     DecisionRecords,
     explain_record,
@@ -37,12 +37,12 @@ def record(at_s: float, desired: int = 2) -> DecisionRecord:
     return DecisionRecord(decision=decision, acts={"main": "scaled from 2 to 3"})
 
 
-def decoded(log: DecisionLog) -> list[DecisionRecord]:
+def decoded(log: BindingDecisionLog) -> list[DecisionRecord]:
     return [msgspec.json.decode(one, type=DecisionRecord) for one in log.newest_first()]
 
 
 def test_the_newest_comes_first_and_what_says_nothing_new_is_kept_once_a_minute() -> None:
-    log = DecisionLog()
+    log = BindingDecisionLog()
     for at_s in (0.0, 5.0, 10.0, 15.0, 62.0, 65.0):
         log.add(record(at_s, desired=3 if at_s == 10.0 else 2))
     # 65 is the latest; 5 and 62 said nothing new within a minute
@@ -50,7 +50,7 @@ def test_the_newest_comes_first_and_what_says_nothing_new_is_kept_once_a_minute(
 
 
 def test_a_hundred_are_kept() -> None:
-    log = DecisionLog()
+    log = BindingDecisionLog()
     for number in range(300):
         log.add(record(float(number), desired=number))
     found = decoded(log)
@@ -58,9 +58,9 @@ def test_a_hundred_are_kept() -> None:
 
 
 def test_pages_have_the_decisions_of_the_present_term() -> None:
-    records, log = DecisionRecords(), DecisionLog()
+    records, log = DecisionRecords(), BindingDecisionLog()
     log.add(record(1.0))
-    records.set_logs(lambda: {"default/one": log, "default/new": DecisionLog()})
+    records.set_logs(lambda: {"default/one": log, "default/new": BindingDecisionLog()})
     assert list(records.records_by_binding()) == ["default/one"]
     assert len(list(records.records_of_binding("default/one"))) == 1
     assert list(records.records_of_binding("default/two")) == []
@@ -69,7 +69,7 @@ def test_pages_have_the_decisions_of_the_present_term() -> None:
 
 
 def test_of_hours_without_news_the_last_twenty_minutes_are_kept_and_all_news() -> None:
-    log = DecisionLog()
+    log = BindingDecisionLog()
     for minute in range(300):
         log.add(record(60.0 * minute, desired=7 if 100 <= minute < 103 else 2))
     found = [one.decision.at_s / 60 for one in decoded(log)]

@@ -13,7 +13,7 @@ from controller.autoscaler.decision.situation import EngineReport
 from controller.autoscaler.reconciler.demand import GatewayDemandSource, group_by_pod
 from controller.kube.api_resources import PODS
 from controller.kube.informer import Informer
-from extproc.api.status_pages import EngineDemand, ProcessDemand, ServerDemand
+from extproc.api.status_page_contents import EngineDemand, ProcessDemand, ServerDemand
 
 if TYPE_CHECKING:
     from controller.kube.client import Client

@@ -17,7 +17,7 @@ from controller.autoscaler.reconciler.metric_sources import MetricSources, Sourc
 from controller.autoscaler.reconciler.scalables import find_scalable_kind
 from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
 from controller.kube.api_resources import MODEL_INFERS
-from controller.kube.pods import PodView
+from controller.kube.pod_views import PodView
 from controller.models.model_infer import names
 from tests.scaling_scenes import situation
 from tests.scaling_scenes import target as engines_at

@@ -38,7 +38,7 @@ from controller.autoscaler.reconciler.metric_sources import (
 from controller.autoscaler.reconciler.scalables import find_scalable_kind
 from controller.autoscaler.reconciler.target_resolver import ResolvedTarget
 from controller.kube.api_resources import MODEL_INFERS
-from controller.kube.pods import PodView
+from controller.kube.pod_views import PodView
 from controller.models.model_infer import names
 
 

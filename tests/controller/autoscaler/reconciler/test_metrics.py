@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from controller.autoscaler.decision.decision import Decision, StageDecision
 from controller.autoscaler.decision.situation import Situation
-from controller.autoscaler.decision.traffic import Traffic, TrafficHistory, TrafficSums
+from controller.autoscaler.decision.traffic import Traffic, TrafficCounters, TrafficHistory
 from controller.autoscaler.reconciler.binding_state import BindingState, new_binding_state
 from controller.autoscaler.reconciler.metrics import ScalingMetrics, binding_series
 from controller.autoscaler.reconciler.result import ReconciliationResult
@@ -27,7 +27,7 @@ def state_after(result: ReconciliationResult) -> BindingState:
 
 
 def test_the_points_of_a_reconciliation_are_not_kept() -> None:
-    points = TrafficHistory().points(1.0, TrafficSums())
+    points = TrafficHistory().points(1.0, TrafficCounters())
     held = weakref.ref(points)
     state = state_after(
         ReconciliationResult(now_s=1.0, situations=(Situation(now_s=1.0, targets=(), traffic=Traffic(points)),))

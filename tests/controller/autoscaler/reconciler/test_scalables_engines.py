@@ -11,7 +11,7 @@ from controller.autoscaler.decision.situation import EngineReport, EngineState
 from controller.autoscaler.reconciler.scalables import KINDS, ScalableKind
 from controller.autoscaler.reconciler.situations import engine_state, engines_from_pods
 from controller.kube.api_resources import DEPLOYMENTS, MODEL_INFERS
-from controller.kube.pods import view_of
+from controller.kube.pod_views import view_of
 from controller.models.model_infer import names
 
 DRAINS = {"attache.dev/draining": "2026-11-22T09:00:00Z"}

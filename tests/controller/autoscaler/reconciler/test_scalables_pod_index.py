@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 
 from controller.autoscaler.reconciler.informers import PodIndex
-from controller.kube.pods import PodView
+from controller.kube.pod_views import PodView
 
 
 def pod(namespace: str, name: str, **labels: str) -> PodView:

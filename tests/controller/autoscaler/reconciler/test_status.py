@@ -14,7 +14,7 @@ from controller.autoscaler.decision.decision import AppliedRule, Decision, Recom
 from controller.autoscaler.decision.situation import Engine, EngineState, Freshness, Situation, TargetSituation
 from controller.autoscaler.reconciler.bindings import ManualOverride, trimmed_policy
 from controller.autoscaler.reconciler.controller import policy_status
-from controller.autoscaler.reconciler.result import ReconciliationResult, ScaleEvent, target_actions
+from controller.autoscaler.reconciler.result import ReconciliationResult, ReplicaUpdate, target_actions
 from controller.autoscaler.reconciler.scalables import KINDS, Scalable
 from controller.autoscaler.reconciler.status import binding_events, binding_status
 from controller.autoscaler.reconciler.target_resolver import ResolvedTarget, TargetProblem
@@ -94,7 +94,7 @@ def test_another_cause_is_the_reason_at_once_though_the_numbers_of_replicas_stay
 
 
 def test_a_write_is_told_once_and_remembered() -> None:
-    done = msgspec.structs.replace(result(), scaled=(ScaleEvent("main", "ModelInfer llama", 2, 3, "more work"),))
+    done = msgspec.structs.replace(result(), scaled=(ReplicaUpdate("main", "ModelInfer llama", 2, 3, "more work"),))
     status = binding_status(done, {})
     assert (status["targets"][0]["current"], status["lastDecision"]) == (3, "main from 2 to 3: more work")
     assert [one.reason for one in binding_events(done, status, {})] == ["Scaled"]

@@ -12,7 +12,7 @@ from controller.gateway.compile.compiler import GATEWAY_FILE, Compiler, CompileR
 from controller.gateway.compile.gateway_api.gateways import GatewayApiSettings
 from controller.gateway.compile.referenced_secrets import ReferencedObjectKey
 from controller.kube.api_resources import key_of
-from extproc.admission.identity import Subject
+from extproc.admission.identity import CallerIdentity
 from extproc.admission.model_access import AccessRequest, Authorizer
 from extproc.api.config_loader import load_snapshot
 from tests.gateway_objects import gateway, gateway_class
@@ -20,7 +20,7 @@ from tests.kube_objects import Object, pod, resource, route, secret, server
 
 CONFIG = "default/config"
 KEYS = {"authentication": {"apiKeySecrets": [{"name": "keys", "tenant": "acme"}]}}
-ACME, BELL = Subject("acme"), Subject("bell")
+ACME, BELL = CallerIdentity("acme"), CallerIdentity("bell")
 TO_ACME: list[dict[str, Any]] = [{"from": [{"tenants": ["acme"]}]}]
 SERVED = (server(), pod("p"), route())
 
@@ -41,7 +41,7 @@ def policy(*refs: dict[str, str], rules: object = TO_ACME, namespace: str = "def
     return resource("ModelAccessPolicy", "p", spec, namespace=namespace)
 
 
-def may(outcome: CompileResult, subject: Subject, **wish: str) -> bool:
+def may(outcome: CompileResult, subject: CallerIdentity, **wish: str) -> bool:
     """What extproc decides by the directory on a request for the model ``llama``."""
     asked = {"base_model": "llama", "server": "default/llama", "route": "default/llama", **wish}
     return Authorizer(load_snapshot(outcome.files)).may_use(subject, AccessRequest("llama", **asked))

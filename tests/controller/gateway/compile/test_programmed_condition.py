@@ -15,7 +15,7 @@ from controller.kube.conditions import (
     condition_true,
     merge_status,
 )
-from extproc.api.status_pages import ConfigReport
+from extproc.api.status_page_contents import ConfigReport
 
 FILE = "modelserver.default.llama.json"
 NEW = {FILE: "new", "gateway.json": "g"}

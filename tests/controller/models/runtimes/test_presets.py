@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from controller.api.model import ModelFormat
-from controller.api.serving_runtime import Arguments, Engine, EngineConfig, LoraLimits, Parallelism
-from controller.models.model.pod_templates import TRANSFER_S
+from controller.api.serving_runtime import ConditionalArguments, Engine, EngineConfig, LoraLimits, Parallelism
+from controller.models.model.workload_templates import TRANSFER_S
 from controller.models.runtimes.engine_settings import (
     EngineSettings,
     build_command_line,
@@ -302,10 +302,10 @@ def test_the_agent_reads_metrics_where_the_engine_serves_them() -> None:
 
 
 def test_braces_of_json_and_of_kubernetes_are_left_alone() -> None:
-    rules = (Arguments(args=('--x={"a":{"b":1}}', "--y=$(POD_IP)", "--z={name}-{name}")),)
+    rules = (ConditionalArguments(args=('--x={"a":{"b":1}}', "--y=$(POD_IP)", "--z={name}-{name}")),)
     assert build_command_line(rules, {"name": "n"}).args == ['--x={"a":{"b":1}}', "--y=$(POD_IP)", "--z=n-n"]
 
 
 def test_names_in_rules_that_are_no_settings_are_found() -> None:
-    rules = (Arguments(when={"tensr": "*"}, args=("--x={modl}",)),)
+    rules = (ConditionalArguments(when={"tensr": "*"}, args=("--x={modl}",)),)
     assert list(unknown_settings(rules)) == ["modl", "tensr"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from extproc.endpoints.learned_speeds import PromptCost
 from extproc.endpoints.table import EndpointTable
-from extproc.scheduling.picker import RequestDemand, RequestFacts, View
+from extproc.scheduling.picker import RequestDemandByRow, RequestFacts, View
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,6 +35,6 @@ def view_of(
     table.in_flight_at_report[:] = table.in_flight
     held = np.zeros(len(table.addresses))
     held[: len(cached)] = cached
-    demand = RequestDemand(held, PromptCost().prefill_work(input_tokens - held, held))
+    demand = RequestDemandByRow(held, PromptCost().prefill_work(input_tokens - held, held))
     table.has_failures = bool(table.retry_at_s.any())
     return View(table, demand, RequestFacts("m", input_tokens, adapter, headers or {}, is_trusted=True), now_s)

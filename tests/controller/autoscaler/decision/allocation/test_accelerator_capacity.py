@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from controller.autoscaler.decision.allocation.accelerator_capacity import (
-    AcceleratorClaim,
-    NodeAccelerators,
+    BindingAcceleratorClaim,
+    ClusterAccelerators,
     TargetAcceleratorClaim,
     accelerator_kinds,
     accelerator_resources,
@@ -96,16 +96,16 @@ def share(promised: int = 0, lacks: int = 0, *, accelerators: int = 1, kind: str
 
 
 def test_two_targets_of_one_binding_and_another_binding_share_what_is_there() -> None:
-    nodes = NodeAccelerators([node("a", 8), node("b", 4)])
-    mine = AcceleratorClaim((0, "1", "x"), (share(2), share(1, accelerators=4)))
-    other = AcceleratorClaim((0, "2", "y"), (share(3),))
+    nodes = ClusterAccelerators([node("a", 8), node("b", 4)])
+    mine = BindingAcceleratorClaim((0, "1", "x"), (share(2), share(1, accelerators=4)))
+    other = BindingAcceleratorClaim((0, "2", "y"), (share(3),))
     assert capacity_after_claims(mine, ("h100",), nodes, [mine, other]) == 12 - 2 - 4 - 3
 
 
 def test_names_of_one_kind_are_one_kind() -> None:
-    nodes = NodeAccelerators([node("a", 8)])
-    other = AcceleratorClaim((0, "2", "y"), (share(3, kind="H100"),))
-    assert capacity_after_claims(AcceleratorClaim((0, "1", "x")), ("h100",), nodes, [other]) == 5
+    nodes = ClusterAccelerators([node("a", 8)])
+    other = BindingAcceleratorClaim((0, "2", "y"), (share(3, kind="H100"),))
+    assert capacity_after_claims(BindingAcceleratorClaim((0, "1", "x")), ("h100",), nodes, [other]) == 5
 
 
 HBM3 = "NVIDIA-H100-80GB-HBM3"
@@ -113,7 +113,7 @@ PCIE = "NVIDIA-H100-PCIe"
 
 
 def test_kinds_share_what_both_may_have() -> None:
-    nodes = NodeAccelerators([node("a", 8), node("b", 4, PCIE), node("c", 2, NAMES["a100"])])
+    nodes = ClusterAccelerators([node("a", 8), node("b", 4, PCIE), node("c", 2, NAMES["a100"])])
     # two spellings of one kind are one pool
     assert nodes.pools_of_kinds((HBM3, "nvidia-h100-80gb")) == {(HBM3, "nvidia-h100-80gb")}
     # one kind that is part of another one is limited by itself, and together with it
@@ -121,22 +121,22 @@ def test_kinds_share_what_both_may_have() -> None:
     assert (nodes.free_accelerators(("H100", PCIE)), nodes.free_accelerators((PCIE,))) == (12, 4)
     assert nodes.pools_of_kinds(("A100", "B200", "H100")) == {("A100",), ("B200",), ("H100",)}
     # 80GB are on both kinds of nodes, so it has to share with each of them
-    wide = NodeAccelerators([node("a", 8), node("c", 2, "NVIDIA-A100-SXM4-80GB"), node("d", 1, PCIE)])
+    wide = ClusterAccelerators([node("a", 8), node("c", 2, "NVIDIA-A100-SXM4-80GB"), node("d", 1, PCIE)])
     assert wide.pools_of_kinds(("80gb", "h100")) == {("80gb",), ("h100",), ("80gb", "h100")}
     assert wide.free_accelerators(("80gb", "h100")) == 11
 
 
 def test_a_resource_is_a_kind_beside_what_labels_say() -> None:
-    nodes = NodeAccelerators([node("a", 8), node("c", 2, NAMES["a100"])])
+    nodes = ClusterAccelerators([node("a", 8), node("c", 2, NAMES["a100"])])
     assert nodes.pools_of_kinds(("h100", "nvidia.com/gpu")) == {("h100",), ("h100", "nvidia.com/gpu")}
     assert nodes.free_accelerators(("h100", "nvidia.com/gpu")) == 10
 
 
 def test_what_an_earlier_one_lacks_is_left_to_it() -> None:
-    nodes = NodeAccelerators([node("a", 8)])
+    nodes = ClusterAccelerators([node("a", 8)])
     first, second = (
-        AcceleratorClaim((0, "1", "x"), (share(lacks=6),)),
-        AcceleratorClaim((0, "2", "y"), (share(lacks=6),)),
+        BindingAcceleratorClaim((0, "1", "x"), (share(lacks=6),)),
+        BindingAcceleratorClaim((0, "2", "y"), (share(lacks=6),)),
     )
     assert capacity_after_claims(first, ("h100",), nodes, [first, second]) == 8
     assert capacity_after_claims(second, ("h100",), nodes, [first, second]) == 2
@@ -145,9 +145,9 @@ def test_what_an_earlier_one_lacks_is_left_to_it() -> None:
 
 
 def test_what_fits_nowhere_is_not_kept_from_others() -> None:
-    nodes = NodeAccelerators([node(name, 2) for name in "abcd"])
-    large = AcceleratorClaim((-5, "1", "x"), (share(promised=1, lacks=3, accelerators=8),))
-    assert capacity_after_claims(AcceleratorClaim((0, "2", "y")), ("h100",), nodes, [large]) == 8
+    nodes = ClusterAccelerators([node(name, 2) for name in "abcd"])
+    large = BindingAcceleratorClaim((-5, "1", "x"), (share(promised=1, lacks=3, accelerators=8),))
+    assert capacity_after_claims(BindingAcceleratorClaim((0, "2", "y")), ("h100",), nodes, [large]) == 8
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -157,7 +157,7 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
     kinds = list(NAMES)
     free = {f"n{i}": (rng.randint(0, 8), NAMES[rng.choice(kinds)]) for i in range(rng.randint(1, 5))}
     claims = [
-        AcceleratorClaim(
+        BindingAcceleratorClaim(
             (-rng.randint(0, 2), str(rng.randint(0, 3)), f"b{i}"),
             tuple(
                 share(kind=rng.choice(kinds), accelerators=rng.choice((1, 1, 2, 4))) for _ in range(rng.randint(1, 3))
@@ -166,17 +166,17 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
         for i in range(rng.randint(2, 5))
     ]
     for _ in range(60):
-        nodes = NodeAccelerators([node(name, gpus, product) for name, (gpus, product) in free.items()])
+        nodes = ClusterAccelerators([node(name, gpus, product) for name, (gpus, product) in free.items()])
         turn = rng.randrange(len(claims))
         mine = claims[turn]
         shares = list(mine.shares)
         for i, one in enumerate(shares):
-            mine = AcceleratorClaim(mine.order, tuple(shares))
+            mine = BindingAcceleratorClaim(mine.order, tuple(shares))
             allowed = headroom_in_replicas(one, capacity_after_claims(mine, (one.kind,), nodes, claims), nodes)
             wish = rng.randint(0, 6)
             taken = min(wish, allowed)
             shares[i] = msgspec.structs.replace(one, promised=one.promised + taken, lacks=wish - taken)
-        claims[turn] = AcceleratorClaim(mine.order, tuple(shares))
+        claims[turn] = BindingAcceleratorClaim(mine.order, tuple(shares))
         for product in set(NAMES.values()):
             there = sum(gpus for gpus, of in free.values() if of == product)
             promised = sum(
@@ -190,7 +190,7 @@ def test_all_together_are_never_allowed_more_than_there_is(seed: int) -> None:
         _place_some(rng, free, claims)
 
 
-def _place_some(rng: random.Random, free: dict[str, tuple[int, str]], claims: list[AcceleratorClaim]) -> None:
+def _place_some(rng: random.Random, free: dict[str, tuple[int, str]], claims: list[BindingAcceleratorClaim]) -> None:
     """As a scheduler: one replica of each finds a node, if any has room for it."""
     for turn, claim in enumerate(claims):
         shares = list(claim.shares)
@@ -204,17 +204,17 @@ def _place_some(rng: random.Random, free: dict[str, tuple[int, str]], claims: li
                 gpus, product = free[fitting[0]]
                 free[fitting[0]] = gpus - one.accelerators, product
                 shares[i] = msgspec.structs.replace(one, promised=one.promised - 1)
-        claims[turn] = AcceleratorClaim(claim.order, tuple(shares))
+        claims[turn] = BindingAcceleratorClaim(claim.order, tuple(shares))
 
 
 def test_the_first_in_order_gets_what_becomes_free() -> None:
     first, second = (
-        AcceleratorClaim((0, "1", "x"), (share(lacks=2),)),
-        AcceleratorClaim((0, "2", "y"), (share(lacks=5),)),
+        BindingAcceleratorClaim((0, "1", "x"), (share(lacks=2),)),
+        BindingAcceleratorClaim((0, "2", "y"), (share(lacks=5),)),
     )
-    full = NodeAccelerators([node("a", 0)])
+    full = ClusterAccelerators([node("a", 0)])
     assert capacity_after_claims(second, ("h100",), full, [first, second]) == 0
-    freed = NodeAccelerators([node("a", 3)])
+    freed = ClusterAccelerators([node("a", 3)])
     assert (
         headroom_in_replicas(second.shares[0], capacity_after_claims(second, ("h100",), freed, [first, second]), freed)
         == 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from controller.autoscaler.decision.saved_state import BindingMemory, StageMemory, decode_memory, encode_memory
+from controller.autoscaler.decision.saved_state import BindingMemory, ServingStageMemory, decode_memory, encode_memory
 from controller.autoscaler.decision.strategies.predictive import (
     MOST_PLACES,
     PredictiveMemory,
@@ -50,7 +50,7 @@ def _point(at_s: int) -> TrafficPoint:
 
 
 def restarted(memory: PredictiveMemory | None, now_s: float) -> PredictiveMemory:
-    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Predictive": memory})
+    stage = ServingStageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Predictive": memory})
     known = decode_memory(encode_memory(BindingMemory({"Both": stage})), now_s).stages["Both"].strategies["Predictive"]
     assert isinstance(known, PredictiveMemory)
     return known

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.autoscaler.decision.saved_state import BindingMemory, StageMemory, decode_memory, encode_memory
+from controller.autoscaler.decision.saved_state import BindingMemory, ServingStageMemory, decode_memory, encode_memory
 from controller.autoscaler.decision.strategies.work import (
     MOST_PLACES,
     LoadPeaks,
@@ -85,7 +85,7 @@ def test_the_strategy_keeps_as_much_room_as_the_last_hour_asks_for(highest: floa
 
 def test_what_was_seen_outlives_a_restart() -> None:
     memory = memory_of((-3000, 12.3456), (-1, 12.0))
-    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": memory})
+    stage = ServingStageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": memory})
     kept = decode_memory(encode_memory(BindingMemory({"Both": stage})), NOW_S + 30).stages["Both"].strategies["Work"]
     assert isinstance(kept, WorkMemory)
     assert kept.peaks is not None
@@ -104,5 +104,5 @@ def test_what_was_seen_outlives_a_restart() -> None:
     ],
 )
 def test_what_cannot_have_been_seen_is_not_restored(peaks: LoadPeaks) -> None:
-    stage = StageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": WorkMemory(NOW_S, peaks=peaks)})
+    stage = ServingStageMemory(began_at_s=0.0, decided_at_s=0.0, strategies={"Work": WorkMemory(NOW_S, peaks=peaks)})
     assert "Work" not in decode_memory(encode_memory(BindingMemory({"Both": stage})), NOW_S).stages["Both"].strategies

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from controller.api.autoscaling_binding import EngineCapacity
     from controller.autoscaler.decision.offered_load import MeanRequestWork
     from controller.autoscaler.decision.situation import TargetSituation
-    from extproc.api.status_pages import EngineDemand
+    from extproc.api.status_page_contents import EngineDemand
 
 LEAST_UTILIZATION: Final = 0.3
 MOST_UTILIZATION: Final = 0.9

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.agents.runtime.health import (
+from controller.agents.runtime.engine_health import (
     DRAINING,
     NEVER_ANSWERED,
     WARMING,

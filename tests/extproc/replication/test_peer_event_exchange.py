@@ -11,8 +11,8 @@ import pytest
 from extproc.admission.token_buckets import Limit
 from extproc.core.peer_events import EventBatch, LimitSpent, PeerEvent, ProcessAlive, encode_events
 from extproc.metrics.request_metrics import Metrics
-from extproc.replication.buses import LocalBus, RedisBus, RedisUnusable, redis_client
-from extproc.replication.peers import PeerEventExchange
+from extproc.replication.buses import RedisBus, RedisUnusable, UnixSocketBus, redis_client
+from extproc.replication.peer_event_exchange import PeerEventExchange
 from tests.lying_redis import LIES, lying_redis
 from tests.waiting import eventually
 
@@ -188,12 +188,12 @@ def test_what_is_no_url_of_a_redis_is_told_without_its_password(url: str) -> Non
 def test_the_socket_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> None:
     # no process has this number
     (tmp_path / "99999999-killed.events").touch()
-    assert not LocalBus(tmp_path, "one").peer_files()
+    assert not UnixSocketBus(tmp_path, "one").peer_files()
     assert not list(tmp_path.iterdir())
 
 
 async def test_a_bus_has_those_that_come_and_forgets_those_that_have_gone(tmp_path: Path) -> None:
-    first, late = LocalBus(tmp_path, "first"), LocalBus(tmp_path, "late")
+    first, late = UnixSocketBus(tmp_path, "first"), UnixSocketBus(tmp_path, "late")
     heard: dict[str, list[bytes]] = {"first": [], "late": []}
     async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(first.run(heard["first"].append))
@@ -209,7 +209,7 @@ async def test_a_bus_has_those_that_come_and_forgets_those_that_have_gone(tmp_pa
 
 
 async def test_a_bus_between_workers_can_be_run_again(tmp_path: Path) -> None:
-    one, other = (LocalBus(tmp_path, name) for name in "ab")
+    one, other = (UnixSocketBus(tmp_path, name) for name in "ab")
     heard: list[bytes] = []
     for _ in range(2):
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from controller.autoscaler.decision.replica_speeds import (
+from controller.autoscaler.decision.replica_performance import (
     RequestWork,
     replicas_for_cache,
     replicas_for_tpot,

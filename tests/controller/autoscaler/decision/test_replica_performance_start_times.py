@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from controller.autoscaler.decision.replica_speeds import StartDurations, expected_start_s
+from controller.autoscaler.decision.replica_performance import StartDurations, expected_start_s
 from controller.autoscaler.decision.situation import Engine, EngineState
 from tests.controller.autoscaler.decision.situations import target_of
 

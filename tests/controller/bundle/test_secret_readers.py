@@ -16,7 +16,7 @@ import pytest
 
 from controller.bundle.envoy.bundle import BundleWriter, build_bundle
 from controller.bundle.envoy.secrets import Authorities, AwsCredentials, Certificate, EngineKey, SystemAuthorities
-from controller.bundle.secret_files import SIGNS_NOTHING, AuthKeyReader, SecretFileReader
+from controller.bundle.secret_readers import SIGNS_NOTHING, AuthKeyReader, SecretFileReader
 from controller.bundle.sync import (
     BundleSync,
     publish_steps,

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.api.status_pages import ProcessDemand, ServerDemand, apply_demand_delta, demand_delta
+from extproc.api.status_page_contents import ProcessDemand, ServerDemand, apply_demand_delta, demand_delta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from controller.agents.runtime.health import HealthSettings
+from controller.agents.runtime.engine_health import HealthSettings
 from controller.agents.runtime.settings import WarmUpSettings
 from extproc.engines.dialects import DIALECTS
 from tests.controller.agents.runtime.doubles import FakeEngine, beside

@@ -48,7 +48,7 @@ LOADS_LABEL: Final = "attache.dev/tells-loads"
 REPORT_PATH = "/config"
 
 
-def next_notify_threshold(known: int) -> int:
+def unfinished_notify_threshold(known: int) -> int:
     """Number of unfinished requests at which a watcher whose last line had ``known`` gets a new line at once."""
     return max(known + _MANY_MORE, known * _TIMES_AS_MANY)
 

@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 
     from extproc.api.usage_log import UsageContext
     from extproc.core.effects import Decision
-    from extproc.core.request_record import Attempts
+    from extproc.core.request_record import PlannedAttempts
     from extproc.core.trace import Trace
     from extproc.refusals import Refusal
     from extproc.routing.routing_table import ListedModel
@@ -376,7 +376,7 @@ def _groups(
     return found.SerializeToString()
 
 
-def _route_metadata(attempts: Attempts) -> bytes:
+def _route_metadata(attempts: PlannedAttempts) -> bytes:
     """Of a ProcessingResponse, beside ``_metadata``: of one message's two values of a field, the parts are merged."""
     clamped = tuple([server for server, _ in attempts.clamps])
     members = _groups(attempts.servers, attempts.degraded, clamped, attempts.refusals)

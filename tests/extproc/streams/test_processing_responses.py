@@ -24,7 +24,7 @@ from extproc.refusals import (
 )
 from extproc.scheduling.pool import Assignment
 from extproc.streams.messages import CommonResponse, ProcessingResponse
-from extproc.streams.responses import (
+from extproc.streams.processing_responses import (
     MOST_BODY_BYTES,
     decision_answer,
     duplex_decision_answer,

@@ -14,7 +14,7 @@ from extproc.api.quantities import Duration
 from extproc.engines.metrics import MetricsReader
 from extproc.llmd.picker_builder import picker_from_text
 from extproc.llmd.plugin_types import BUILT_IN
-from extproc.scheduling.metrics_source import USUAL_NAMES, MetricsSource, scrape_config_of
+from extproc.scheduling.engine_metrics_config import USUAL_NAMES, MetricsSource, scrape_config_of
 
 SPEC = ModelServerSpec(model="m", metrics_port=9, metrics_path="/a", connection=EngineConnection(tls=EngineTls()))
 

@@ -12,7 +12,7 @@ from controller.usage.rows import make_usage_row
 from extproc.admission.budget_recovery import UsageRollupRow
 from extproc.api.usage_log import UsageCounts, UsageLine
 from extproc.core.effects import Decision, SettleGrant
-from extproc.core.orphaned_requests import OrphanedOutcome
+from extproc.core.orphaned_request_charges import OrphanedOutcome
 from extproc.core.peer_events import HEARTBEAT_S, SILENCE_S
 from extproc.core.request_record import Outcome
 from extproc.feeds.saved_limits import SavedLimits

@@ -19,7 +19,7 @@ from extproc.streams.messages import (
     Struct,
     Value,
 )
-from extproc.streams.responses import MARK, MessageTemplate, encode_field, encode_varint, field_tag
+from extproc.streams.processing_responses import MARK, MessageTemplate, encode_field, encode_varint, field_tag
 
 
 def nested(value: str) -> ProcessingResponse:

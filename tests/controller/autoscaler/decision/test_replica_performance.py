@@ -8,7 +8,7 @@ import pytest
 from controller.api.autoscaling import LatencyObjective
 from controller.api.autoscaling_binding import EngineCapacity
 from controller.autoscaler.decision.offered_load import MeanRequestWork
-from controller.autoscaler.decision.replica_speeds import (
+from controller.autoscaler.decision.replica_performance import (
     estimate_speed,
     replica_seconds_per_request,
     request_work,
@@ -16,7 +16,7 @@ from controller.autoscaler.decision.replica_speeds import (
 )
 from controller.autoscaler.decision.situation import ReplicaSpeed
 from extproc.api.quantities import Duration
-from extproc.api.status_pages import EngineDemand
+from extproc.api.status_page_contents import EngineDemand
 
 LEARNED = EngineDemand(prefill_tokens_per_s=10_000.0, step_s=0.01, step_s_per_token=5e-7, kv_capacity_tokens=300_000.0)
 MEAN = MeanRequestWork(prefill_work=1000.0, prompt_tokens=1000.0, output_tokens=200.0)

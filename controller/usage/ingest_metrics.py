@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from controller.usage.ingest import IngestCounters
 
 
-class UsageMetrics(Collector):
+class UsageIngestMetrics(Collector):
     """Series of an Ingest."""
 
     def __init__(self, counts: IngestCounters, wall: Callable[[], float]) -> None:
