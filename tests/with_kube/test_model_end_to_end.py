@@ -305,8 +305,6 @@ async def site(client: Client, kube: Kube, namespace: str, tmp_path: Path) -> As
 async def test_a_model_of_five_lines_becomes_an_endpoint_stays_one_and_goes_as_a_whole(site: Site) -> None:
     await site.create(FIVE_LINES)
     await site.until_ready()
-    # Envoy and extproc read the gateway's files a moment later
-    await eventually(site.answers, timeout_s=PATIENCE_S, pause_s=0.2)
     answer = await site.ask()
     assert answer.is_success, answer.text
     assert answer.json()["choices"][0]["message"]["content"]
