@@ -203,10 +203,11 @@ class Reporting:
         self._folder = folder
         self.refused = ""
         self.warming = frozenset[str]()
+        self.is_stuck = False
         self._used: dict[str, str] = {}
 
     async def _report(self, _: web.Request) -> web.Response:
-        if not self.refused and (snapshot := read(self._folder)) is not None:
+        if not self.refused and not self.is_stuck and (snapshot := read(self._folder)) is not None:
             self._used = dict(snapshot.digests)
         report = ConfigReport(files=self._used, refused=self.refused, warming=self.warming)
         return web.Response(body=msgspec.json.encode(report))

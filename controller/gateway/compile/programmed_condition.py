@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conditions Programmed and Available: whether all consumers of the directory use an object as it is now, and a
-ModelServer's engines.
-"""
+"""Programmed and Available: whether all consumers of the directory use an object as it is now, and its engines."""
 
 from __future__ import annotations
 
