@@ -26,12 +26,13 @@ IN_DIRECTORY: Final = "it is in the directory"
 
 
 class WantedCondition(msgspec.Struct, frozen=True):
-    """A condition without its times."""
+    """A condition without its times. ``generation``: the one that it is about, if it is not that of the status."""
 
     type: str
     status: Truth
     reason: str
     message: str = ""
+    generation: int | None = None
 
 
 class WantedListItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,11 +115,14 @@ def merge_status(wanted: WantedStatus, observed: Mapping[str, Any], now: str) ->
 def status_to_write(kind: str, thing: Object, status: Mapping[str, Any], now: str) -> dict[str, Any] | None:
     """The status of ``thing`` that has all of ``status`` and nothing of an earlier one; None if it is as it should be.
 
-    ``status`` has conditions without times: they are those of the object where the condition's status stays.
+    ``status`` has conditions without times: they are those of the object where the condition's status stays. One
+    without ``observedGeneration`` is about the generation of ``thing``.
     """
     before = thing.get("status") or {}
     conditions = tuple(
-        WantedCondition(one["type"], one["status"], one["reason"], one.get("message", ""))
+        WantedCondition(
+            one["type"], one["status"], one["reason"], one.get("message", ""), one.get("observedGeneration")
+        )
         for one in status.get("conditions") or ()
     )
     # empty ones are left out: a map whose last item an applier takes away becomes null, which schemas refuse
@@ -216,6 +220,6 @@ def _condition(wanted: WantedCondition, known: Mapping[str, Any] | None, generat
         "status": wanted.status,
         "reason": wanted.reason,
         "message": wanted.message,
-        "observedGeneration": generation,
+        "observedGeneration": generation if wanted.generation is None else wanted.generation,
         "lastTransitionTime": known.get("lastTransitionTime", now) if same and known is not None else now,
     }

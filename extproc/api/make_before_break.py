@@ -38,6 +38,11 @@ class WarmingEngines:
         self._since_s: dict[tuple[str, str], float] = {}
         self._known: set[tuple[str, str]] = set()
 
+    @property
+    def servers(self) -> frozenset[str]:
+        """Servers none of whose engines is used yet."""
+        return frozenset(server for server, _ in self._since_s) - {server for server, _ in self._known}
+
     def servers_to_confirm(self, now: float) -> frozenset[str]:
         """Servers with an engine that has warmed for ``settle_s``: pass Envoy's endpoints of them to
         ``on_envoy_endpoints``.

@@ -225,7 +225,8 @@ class ConfigReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     used, empty if they are. ``waiting``: what newer ones wait for, if that is known. ``missing_keys``: files and
     variables with keys that cannot be read, with the reason of each. ``has_nothing``: it serves nothing at all, as
     after a restart with files that it refuses. ``wrong_models``: by ModelServer, what is wrong with its ``model``, as
-    the engines list others. ``open_breakers``: by ModelServer, why requests to it are refused for now.
+    the engines list others. ``open_breakers``: by ModelServer, why requests to it are refused for now. ``warming``:
+    ModelServers whose engines are all new, and not used before Envoy has one of them.
     """
 
     files: Mapping[str, str] = {}
@@ -235,6 +236,7 @@ class ConfigReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     has_nothing: bool = False
     wrong_models: Mapping[str, str] = {}
     open_breakers: Mapping[str, str] = {}
+    warming: frozenset[str] = frozenset()
 
 
 def content_digest(content: bytes) -> str:

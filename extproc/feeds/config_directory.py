@@ -167,6 +167,11 @@ class DirectoryFeed:
         self.report = ConfigReport(files=snapshot.digests)
         self._metrics.on_config_applied()
 
+    @property
+    def warming_servers(self) -> frozenset[str]:
+        """ModelServers none of whose engines is used yet, as Envoy may lack them."""
+        return self._warming.servers
+
     async def watch(self) -> None:
         """Poll the directory until cancelled."""
         while True:

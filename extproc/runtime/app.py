@@ -604,7 +604,12 @@ class App:
     def _report(self) -> ConfigReport:
         wrong_models = model_problems(self._core.pools.values())
         breakers = server_breaker_problems(self._core.pools.values(), self._clock())
-        return msgspec.structs.replace(self._feed.report, wrong_models=wrong_models, open_breakers=breakers)
+        return msgspec.structs.replace(
+            self._feed.report,
+            wrong_models=wrong_models,
+            open_breakers=breakers,
+            warming=self._feed.warming_servers,
+        )
 
     async def _serve_pages(self) -> web.AppRunner | None:
         settings, worker, address = self._settings, self._settings.worker, self._settings.metrics

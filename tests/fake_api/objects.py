@@ -60,6 +60,11 @@ class WriteOptions(msgspec.Struct, frozen=True):
     dry_run: bool = False
 
 
+def _owner(target: ResourcePath, how: WriteOptions) -> str:
+    """The owner of fields that are written: what a manager applies to a subresource is apart from the rest."""
+    return f"{how.manager} of {target.subresource}" if target.subresource else how.manager
+
+
 class Objects:
     """What a server does with objects between a request and the storage."""
 
@@ -135,7 +140,8 @@ class Objects:
             return self.create(target, thing, how)
         owners = self._owners.get(old["metadata"]["uid"], {})
         applying = FieldOwnership(target.kind.list_keys)
-        met = {} if how.force else applying.conflicts(old, thing, owners, how.manager)
+        manager = _owner(target, how)
+        met = {} if how.force else applying.conflicts(old, thing, owners, manager)
         if met:
             message = ", ".join(f'conflict with "{other}": .{".".join(path)}' for path, other in sorted(met.items()))
             refused = conflict(
@@ -146,7 +152,7 @@ class Objects:
                 for path, other in sorted(met.items())
             ]
             raise ApiError(refused.code, refused.reason, str(refused), {**refused.details, "causes": causes})
-        new, owners = applying.apply(old, thing, owners, how.manager)
+        new, owners = applying.apply(old, thing, owners, manager)
         if not thing["metadata"].get("resourceVersion"):
             new["metadata"].pop("resourceVersion", None)
         result = self._write(target, old, new, how)
@@ -161,7 +167,7 @@ class Objects:
         result = self._storage.update(target.kind, old, new, target.subresource)
         uid = old["metadata"]["uid"]
         applying = FieldOwnership(target.kind.list_keys)
-        self._owners[uid] = applying.written(old, result, self._owners.get(uid, {}), how.manager)
+        self._owners[uid] = applying.written(old, result, self._owners.get(uid, {}), _owner(target, how))
         if target.kind.resource == CRDS and not target.subresource:
             self._kinds.define(result)
         return result

@@ -11,7 +11,7 @@ import pytest
 from controller.kube.api_resources import CONFIG_MAPS, NAMESPACES, PODS
 from tests.fake_api.answers import ApiError, selector
 from tests.fake_api.kinds import Kinds, ServedKind, faults_in, unknown_fields, with_defaults, without_fields
-from tests.fake_api.objects import target_of
+from tests.fake_api.objects import Objects, ResourcePath, WriteOptions, target_of
 from tests.fake_api.patches import FieldOwnership, Owners, apply_json_patch, apply_merge_patch, keys_in
 from tests.fake_api.storage import Storage
 
@@ -227,6 +227,16 @@ def storage(remembered: int = 10) -> Storage:
 
 
 POD_KIND = ServedKind(PODS, has_status=True)
+
+
+def test_what_a_manager_applies_to_a_status_leaves_what_it_applied_before() -> None:
+    objects, how = Objects(storage(), Kinds()), WriteOptions(manager="one")
+    found: dict[str, Any] = {}
+    for subresource, field in (("", "spec"), ("status", "status"), ("", "spec")):
+        thing = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, field: {"x": subresource}}
+        target = ResourcePath(POD_KIND, "default", "a", subresource)
+        found = objects.patch(target, thing, "application/apply-patch+yaml", how)
+    assert (found["spec"]["x"], found["status"]["x"]) == ("", "status")
 
 
 def test_changes_are_remembered_and_then_forgotten() -> None:

@@ -202,12 +202,14 @@ class Reporting:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.refused = ""
+        self.warming = frozenset[str]()
+        self.is_stuck = False
         self._used: dict[str, str] = {}
 
     async def _report(self, _: web.Request) -> web.Response:
-        if not self.refused and (snapshot := read(self._folder)) is not None:
+        if not self.refused and not self.is_stuck and (snapshot := read(self._folder)) is not None:
             self._used = dict(snapshot.digests)
-        report = ConfigReport(files=self._used, refused=self.refused)
+        report = ConfigReport(files=self._used, refused=self.refused, warming=self.warming)
         return web.Response(body=msgspec.json.encode(report))
 
     @contextlib.asynccontextmanager
@@ -243,6 +245,29 @@ async def test_programmed_is_what_extproc_uses(client: Client, namespace: str, t
         events = await client.list(EVENTS, namespace)
         found = [one["message"] for one in events.items if one["involvedObject"]["name"] == "qwen"]
         assert "extproc does not use it: modelserver.x.json: a mistake" in found
+
+
+async def test_a_server_is_available_once_extproc_uses_its_first_engine(
+    client: Client, namespace: str, tmp_path: Path
+) -> None:
+    extproc = Reporting(tmp_path)
+
+    async def said(name: str) -> tuple[str, str] | None:
+        return (await conditions(client, MODEL_SERVERS, name, namespace)).get("Available")
+
+    async with extproc.serving() as address, serving(client, namespace, tmp_path, extproc=address):
+        await create(client, server(namespace=namespace))
+        await until_said(said, "llama", ("False", "NoPods"))
+        extproc.warming = frozenset({f"{namespace}/llama"})
+        await make_pod(client, namespace, "a", "127.0.1.1")
+        await until_said(said, "llama", ("Unknown", "Pending"))
+        extproc.warming = frozenset()
+        await until_said(said, "llama", ("True", "Available"))
+        # another one warms up nothing
+        extproc.refused = "modelserver.x.json: a mistake"
+        await make_pod(client, namespace, "b", "127.0.1.2")
+        await eventually(lambda: addresses(tmp_path) == ["127.0.1.1:8000", "127.0.1.2:8000"])
+        assert await said("llama") == ("True", "Available")
 
 
 async def test_a_file_that_cannot_be_written_holds_others_up_no_longer_than_its_object_is_there(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The condition Programmed: whether all consumers of the directory use an object as it is now."""
+"""Programmed and Available: whether all consumers of the directory use an object as it is now, and its engines."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 PROGRAMMED: Final = "Programmed"
+_AVAILABLE: Final = "Available"
 # Kinds whose objects are written into the one GatewayConfig; the others have files of their own.
 _IN_GATEWAY_FILE: Final = ("GatewayConfig", "Gateway")
 
@@ -49,6 +50,10 @@ class ConfigConsumer(msgspec.Struct, frozen=True):
         """Whether it serves nothing, not even what it served before."""
         return self.report is not None and self.report.has_nothing
 
+    def is_warming(self, server: str) -> bool:
+        """Whether it has engines of this ModelServer, and uses none of them yet."""
+        return self.report is not None and server in self.report.warming
+
     @property
     def wait_reason(self) -> str:
         """What it waits for."""
@@ -66,8 +71,8 @@ def add_programmed_condition(
     """``wanted`` with the consumers' reports. ``observed``: the status of the object as it is. ``digests``: of the
     files that the directory should have.
 
-    Files change with each endpoint. An object that was in use counts as used until its generation changes, so that pods
-    do not flip its condition.
+    Files change with each endpoint. An object that was in use counts as used until its generation changes, and so does
+    a ModelServer that was available, so that pods do not flip their conditions.
     """
     file = GATEWAY_FILE if wanted.kind in _IN_GATEWAY_FILE else file_name(wanted.kind, wanted.key)
     digest = digests.get(file)
@@ -78,13 +83,15 @@ def add_programmed_condition(
         """``before``: the object's status, or the item of a list in it, as it is."""
         if not _is_programmed(conditions):
             return conditions
-        programmed = _programmed(file, digest, consumers, was_used=_was_used(before, wanted.generation))
+        programmed = _programmed(file, digest, consumers, was_used=_was_true(before, PROGRAMMED, wanted.generation))
         return tuple(programmed if one.type == PROGRAMMED else one for one in conditions)
 
     conditions = as_used(wanted.conditions, observed)
     if wanted.kind == "GatewayConfig" and _is_programmed(wanted.conditions):
         conditions += () if any(one.type == "ResolvedRefs" for one in conditions) else tuple(_keys(consumers))
     if wanted.kind == "ModelServer":
+        if not _was_true(observed, _AVAILABLE, wanted.generation):
+            conditions = _with_acknowledgement(conditions, wanted.key, file, digest, consumers)
         conditions = _with_breaker(_with_wrong_model(conditions, wanted.key, consumers), wanted.key, consumers)
     return msgspec.structs.replace(
         wanted, conditions=conditions, lists=tuple(_list_as_used(one, observed, as_used) for one in wanted.lists)
@@ -137,6 +144,28 @@ def _programmed(file: str, digest: str, consumers: Sequence[ConfigConsumer], *, 
     return WantedCondition(PROGRAMMED, "Unknown", "Pending", behind[0].wait_reason)
 
 
+def _with_available(
+    conditions: tuple[WantedCondition, ...], change: Callable[[WantedCondition], WantedCondition]
+) -> tuple[WantedCondition, ...]:
+    """``change``: of Available, where it is True."""
+    return tuple(change(one) if one.type == _AVAILABLE and one.status == "True" else one for one in conditions)
+
+
+def _with_acknowledgement(
+    conditions: tuple[WantedCondition, ...], key: str, file: str, digest: str, consumers: Sequence[ConfigConsumer]
+) -> tuple[WantedCondition, ...]:
+    """It becomes available once all consumers have its endpoints and send requests there."""
+    behind = next((one for one in consumers if not one.has_loaded(file, digest)), None)
+    warming = next((one for one in consumers if one.is_warming(key)), None)
+    if behind is not None:
+        why = behind.refusal or behind.wait_reason
+    elif warming is not None:
+        why = f"{warming.name} uses its first endpoints once Envoy has them"
+    else:
+        return conditions
+    return _with_available(conditions, lambda _: WantedCondition(_AVAILABLE, "Unknown", "Pending", why))
+
+
 def _with_wrong_model(
     conditions: tuple[WantedCondition, ...], key: str, consumers: Sequence[ConfigConsumer]
 ) -> tuple[WantedCondition, ...]:
@@ -145,11 +174,9 @@ def _with_wrong_model(
     problem = next((one.wrong_models[key] for one in reports if key in one.wrong_models), "")
     if not problem:
         return conditions
-    return tuple(
-        msgspec.structs.replace(one, reason="ModelNotListed", message=f"{one.message}; {problem}")
-        if one.type == "Available" and one.status == "True"
-        else one
-        for one in conditions
+    return _with_available(
+        conditions,
+        lambda one: msgspec.structs.replace(one, reason="ModelNotListed", message=f"{one.message}; {problem}"),
     )
 
 
@@ -161,16 +188,13 @@ def _with_breaker(
     problem = next((one.open_breakers[key] for one in reports if key in one.open_breakers), "")
     if not problem:
         return conditions
-    return tuple(
-        condition_false("Available", "BreakerOpen", f"{one.message}; {problem}")
-        if one.type == "Available" and one.status == "True"
-        else one
-        for one in conditions
+    return _with_available(
+        conditions, lambda one: condition_false(_AVAILABLE, "BreakerOpen", f"{one.message}; {problem}")
     )
 
 
-def _was_used(observed: Mapping[str, Any], generation: int) -> bool:
-    known = (one for one in observed.get("conditions") or () if one.get("type") == PROGRAMMED)
+def _was_true(observed: Mapping[str, Any], type_: str, generation: int) -> bool:
+    known = (one for one in observed.get("conditions") or () if one.get("type") == type_)
     return any(one.get("status") == "True" and one.get("observedGeneration") == generation for one in known)
 
 

@@ -73,12 +73,14 @@ RoleName = Literal["engine", "prefill", "decode"]
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the manager decides for all Models. ``image``: ours, for downloads and the sidecar. ``file_paths``:
     directories of nodes that ``file://`` may name. ``steps``: where transformers and explainers reach a gateway:
-    ``host`` or ``host:port``.
+    ``host`` or ``host:port``. ``gateway_wait_s``: how long a Model with ready engines waits for gateways to confirm its
+    routes, before it is Ready without.
     """
 
     image: str = "attache"
     file_paths: tuple[str, ...] = FILE_PATHS
     steps: str = f"{STEPS_SERVICE}.attache-system.svc"
+    gateway_wait_s: float = 30.0
 
 
 class ReportedModel(msgspec.Struct, frozen=True):

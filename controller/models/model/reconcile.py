@@ -44,13 +44,16 @@ def reconcile(observed: ModelState, now_s: float) -> Plan:
     taken = [
         f"{one.resource.kind} {name}" for one in wanted if (one.resource.kind, name := _name(one.thing)) in foreign
     ]
-    status = model_status(observed, model, wanted, owned, taken, now_s)
+    applied = tuple(_applied(wanted, owned, foreign))
+    changing = [(one.resource.kind, _name(one.thing)) for one in applied]
+    status, until_s = model_status(observed, model, wanted, owned, changing, taken, now_s)
     asks = pods_hosting_models(model, observed.pods)
+    wakes = [one for one in (until_s, now_s + ASK_EACH_S if asks else None) if one is not None]
     return Plan(
-        actions=(*_applied(wanted, owned, foreign), *_deleted(wanted, owned)),
+        actions=(*applied, *_deleted(wanted, owned)),
         status=status,
         events=tuple(_events(thing, status)),
-        requeue_at_s=now_s + ASK_EACH_S if asks else None,
+        requeue_at_s=min(wakes, default=None),
         asks_loads_of=asks,
     )
 

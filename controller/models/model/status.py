@@ -9,27 +9,31 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from controller.kube.api_resources import key_of
+from controller.kube.api_resources import key_of, parse_timestamp
 from controller.models.model.children import is_up_to_date, traffic_weights
 from controller.models.model.hosted_models_status import failed_models, hosted_models_status
 from controller.models.model.model_state import BACKEND, PURPOSE
+from controller.models.model.readiness import (
+    Condition,
+    Place,
+    ReadyParts,
+    children_condition,
+    condition,
+    current_condition,
+    gateway_wait,
+    reached_condition,
+    ready_condition,
+)
 from controller.models.model.workload_templates import DOWNLOAD, ENGINE, initial_replicas, why_no_warming
 from controller.models.runtimes.prefill_connectors import why_sidecar_needed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from controller.kube.api_resources import Object
     from controller.models.model.children import ChildObject
     from controller.models.model.model_state import ModelState, ResolvedBackend, ResolvedModel, Unresolved
 
-Condition = dict[str, Any]
-# Conditions by which each kind reports that it works.
-_TOLD_BY: Final[Mapping[str, tuple[str, ...]]] = {
-    "ModelServer": ("Programmed", "Available"),
-    "ModelRoute": ("Programmed",),
-    "AutoscalingPolicyBinding": ("ScalingActive",),
-}
 Phase = Literal["Pending", "Standby", "Loading", "Loaded", "FailedToLoad"]
 Transition = Literal["UpToDate", "InProgress", "BlockedByFailedLoad", "InvalidSpec"]
 # Lasting reasons; others, such as a pod without a node or on a lost one, may be temporary.
@@ -47,44 +51,8 @@ _STUCK: Final = frozenset(
     }
 )
 Status = dict[str, Any]
-Owned = Mapping[tuple[str, str], "Object"]
+Owned = Mapping[Place, "Object"]
 _BLOCKED: Final = frozenset({"BlockedByFailedLoad", "ProgressDeadlineExceeded"})
-
-
-def condition(type_: str, status: bool | None, reason: str, message: str) -> Condition:
-    """As the status has it, without the generation and times."""
-    text = {True: "True", False: "False", None: "Unknown"}[status]
-    return {"type": type_, "status": text, "reason": reason, "message": message}
-
-
-def children_condition(type_: str, kind: str, things: Sequence[Object]) -> Condition:
-    """True if all report that they work; False with those that do not; Unknown while one has not reported."""
-    if not things:
-        return condition(type_, None, "NotMade", f"there is no {kind} yet")
-    silent, failing = [], []
-    for thing in things:
-        name = thing["metadata"]["name"]
-        for found in (current_condition(thing, about) for about in _TOLD_BY[kind]):
-            if not found or found.get("status") == "Unknown":
-                silent.append(name)
-            elif found.get("status") == "False":
-                failing.append(f"{kind} {name}: {found.get('reason')}: {found.get('message')}")
-    if failing:
-        return condition(type_, False, f"{kind}NotReady", "; ".join(failing))
-    if silent:
-        names = ", ".join(dict.fromkeys(silent))
-        return condition(type_, None, "NotReported", f"no gateway has reported on {kind} {names} yet")
-    return condition(type_, True, f"{kind}Ready", "")
-
-
-def current_condition(thing: Object, type_: str) -> Mapping[str, Any]:
-    """One condition of an object, of its present generation; empty if it has none."""
-    status, generation = thing.get("status") or {}, thing["metadata"].get("generation")
-    for one in status.get("conditions") or ():
-        seen = one.get("observedGeneration", generation)
-        if one.get("type") == type_ and (generation is None or seen >= generation):
-            return one  # type: ignore[no-any-return]  # an object's JSON
-    return {}
 
 
 class BackendState(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,11 +106,12 @@ def rollout_transition(backends: Sequence[BackendState]) -> Transition:
 def phase_fields(phase: Phase, before: Mapping[str, Any], now_s: float) -> dict[str, Any]:
     """Fields of the status. ``before``: the status as it is. The present stay is added when it ends."""
     last, since = before.get("phase"), before.get("phaseSince")
+    since_s = parse_timestamp(since)
     times = {one["name"]: one["seconds"] for one in before.get("phaseTimes") or ()}
-    if phase == last and since:
+    if phase == last and since_s is not None:
         return {"phase": phase, "phaseSince": since, "phaseTimes": _listed(times)}
-    if last and since:
-        stayed_s = now_s - datetime.fromisoformat(since).timestamp()
+    if last and since_s is not None:
+        stayed_s = now_s - since_s
         times[last] = round(times.get(last, 0.0) + max(stayed_s, 0.0), 1)
     return {"phase": phase, "phaseSince": _written(now_s), "phaseTimes": _listed(times)}
 
@@ -271,10 +240,13 @@ def model_status(
     model: ResolvedModel,
     wanted: Sequence[ChildObject],
     owned: Owned,
+    changing: Collection[Place],
     taken: Sequence[str],
     now_s: float,
-) -> Status:
-    """``owned``: what the Model has, by kind and name. ``taken``: objects of others that have names which it needs."""
+) -> tuple[Status, float | None]:
+    """The status, and when time alone changes it. ``owned``: what the Model has, by kind and name. ``changing``: what
+    is about to be written. ``taken``: objects of others that have names which it needs.
+    """
     before = observed.thing.get("status") or {}
     states = [_state(model, made, wanted, owned, observed.pods) for made in model.backends]
     steps = [_state(model, made, wanted, owned, observed.pods) for made in model.steps]
@@ -293,7 +265,11 @@ def model_status(
     hosted = hosted_models_status(model, observed)
     if hosted:
         found["models"] = hosted
-    conditions = _conditions(model, states, steps, owned, taken, phase, failure)
+    parts = _parts(model, states, steps, owned, changing, taken)
+    limit_s = observed.settings.gateway_wait_s
+    wait = gateway_wait(before, found["phaseSince"], [parts.routed, parts.servers, *parts.steps], now_s, limit_s)
+    ready, until_s = ready_condition(model, phase, failure, parts, wait)
+    conditions = [*parts.shown, *parts.steps, ready]
     if model.spec.models:
         failed = failed_models(hosted)
         reason = "ModelLoadFailed" if failed else "ModelsLoadable"
@@ -303,7 +279,7 @@ def model_status(
         found["failure"] = {"reason": failure[0], "message": failure[1]}
     if url := gateway_url(observed.gateways, _base_path(model)):
         found["url"] = url
-    return found
+    return found, until_s
 
 
 def _taken(names: Sequence[str]) -> str:
@@ -373,45 +349,41 @@ def _backends(
     return found
 
 
-def _conditions(
+def _parts(
     model: ResolvedModel,
     states: Sequence[BackendState],
     steps: Sequence[BackendState],
     owned: Owned,
+    changing: Collection[Place],
     taken: Sequence[str],
-    phase: str,
-    failure: tuple[str, str] | None,
-) -> list[Condition]:
+) -> ReadyParts:
     by_kind: dict[str, list[Object]] = {}
     for (kind, _), thing in sorted(owned.items()):
         by_kind.setdefault(kind, []).append(thing)
     resolved = condition("Resolved", True, "Resolved", ", ".join(_resolved(one) for one in model.backends))
     if taken:
         resolved = condition("Resolved", False, "NameTaken", _taken(taken))
-    route = children_condition("ModelRoutesReady", "ModelRoute", by_kind.get("ModelRoute", ()))
-    found = [
-        resolved,
-        _infers(states),
-        children_condition("ModelServersReady", "ModelServer", by_kind.get("ModelServer", ())),
-        route,
-    ]
+    route = children_condition("ModelRoutesReady", "ModelRoute", by_kind.get("ModelRoute", ()), changing)
+    of_servers = by_kind.get("ModelServer", ())
+    servers = children_condition("ModelServersReady", "ModelServer", of_servers, changing)
+    shown = [resolved, _infers(states), servers, route]
     if bindings := by_kind.get("AutoscalingPolicyBinding"):
-        found.append(children_condition("AutoscalingReady", "AutoscalingPolicyBinding", bindings))
+        shown.append(children_condition("AutoscalingReady", "AutoscalingPolicyBinding", bindings, changing))
     if model.spec.warm:
-        found.append(_warm(model, [*by_kind.get("DaemonSet", ()), *by_kind.get("Job", ())]))
-    reached = {
-        one["metadata"]["name"]
-        for one in by_kind.get("ModelServer", ())
-        if current_condition(one, "Available").get("status") == "True"
-    }
-    of_steps = [
-        _step(made, one, is_reached=model.child_name(made.backend) in reached)
-        for made, one in zip(model.steps, steps, strict=True)
-    ]
-    is_reached = any(model.child_name(one.backend) in reached for one in model.backends)
+        shown.append(_warm(model, [*by_kind.get("DaemonSet", ()), *by_kind.get("Job", ())]))
     # of another owner, if it is not there
     routed = resolved if taken and "ModelRoute" not in by_kind else route
-    return [*found, *of_steps, _ready(model, phase, failure, [routed, *of_steps], is_reached=is_reached)]
+    reported = {
+        name: current_condition(one, "Available")
+        for one in of_servers
+        if ("ModelServer", name := str(one["metadata"]["name"])) not in changing
+    }
+    of_steps = [
+        _step(made, one, reached_condition([model.child_name(made.backend)], reported))
+        for made, one in zip(model.steps, steps, strict=True)
+    ]
+    reached = reached_condition([model.child_name(one.backend) for one in model.backends], reported)
+    return ReadyParts(shown, routed, servers, reached, of_steps)
 
 
 def _resolved(made: ResolvedBackend) -> str:
@@ -421,15 +393,13 @@ def _resolved(made: ResolvedBackend) -> str:
     return f"{found} ({why}; run a sidecar that does)" if why else found
 
 
-def _step(made: ResolvedBackend, state: BackendState, *, is_reached: bool) -> Condition:
+def _step(made: ResolvedBackend, state: BackendState, reached: Condition) -> Condition:
     """Named as KServe names it: TransformerReady, ExplainerReady."""
     type_ = f"{made.backend.name.capitalize()}Ready"
     if not state.ready:
         reason, message = state.failure or ("NotReady", "no replica is ready yet")
         return condition(type_, False, reason, message)
-    if not is_reached:
-        return condition(type_, False, "NotAvailable", "no gateway has a replica of it yet")
-    return condition(type_, True, "Ready", "")
+    return {**reached, "type": type_, **({"reason": "Ready"} if reached["status"] == "True" else {})}
 
 
 def _infers(states: Sequence[BackendState]) -> Condition:
@@ -441,28 +411,6 @@ def _infers(states: Sequence[BackendState]) -> Condition:
     )
     reason = next((one.failure[0] for one in missing if one.failure), "NotReady")
     return condition("ModelInfersReady", False, reason, message)
-
-
-def _ready(
-    model: ResolvedModel, phase: str, failure: tuple[str, str] | None, parts: Sequence[Condition], *, is_reached: bool
-) -> Condition:
-    """Whether a request would be answered. ``parts``: that of the routes, then those of its steps. ``is_reached``: a
-    gateway has an engine of it.
-    """
-    route, *steps = parts
-    if model.spec.stop:
-        return condition("Ready", False, "Stopped", "spec.stop is true")
-    if phase != "Loaded":
-        reason, message = failure or (phase, "no replica is ready")
-        return condition("Ready", False, reason, message)
-    if route["status"] != "True":
-        return condition("Ready", False, route["reason"], f"no gateway serves it: {route['message']}")
-    if not is_reached:
-        return condition("Ready", False, "NotAvailable", "no gateway has an engine of it yet")
-    for one in steps:
-        if one["status"] != "True":
-            return condition("Ready", False, f"{one['type'].removesuffix('Ready')}NotReady", one["message"])
-    return condition("Ready", True, "Serving", "")
 
 
 def _warm(model: ResolvedModel, warming: Sequence[Object]) -> Condition:
@@ -482,7 +430,7 @@ def _is_done(kind: str, status: Mapping[str, Any]) -> bool:
 
 
 def _of_generation(conditions: Sequence[Condition], thing: Object) -> list[Condition]:
-    return [{**one, **_generation(thing)} for one in conditions]
+    return [{**_generation(thing), **one} for one in conditions]
 
 
 def _generation(thing: Object) -> Status:

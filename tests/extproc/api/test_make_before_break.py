@@ -56,8 +56,9 @@ def test_a_first_engine_is_used_after_a_while_and_a_further_one_at_once() -> Non
     warming = WarmingEngines(3.0)
     assert used(warming, 0.0, "b", a="1", b="5 6") == {"a": [], "b": ["5", "6"]}
     assert warming.servers_to_confirm(2.9) == frozenset()
-    assert warming.servers_to_confirm(3.0) == {"default/a"}
+    assert warming.servers_to_confirm(3.0) == warming.servers == {"default/a"}
     assert used(warming, 3.0, "b", a="1", b="5 6") == {"a": ["1"], "b": ["5", "6"]}
+    assert warming.servers == frozenset()
     assert used(warming, 3.1, "a", "b", a="1 2", b="5 6") == {"a": ["1", "2"], "b": ["5", "6"]}
     assert warming.servers_to_confirm(99.0) == frozenset()
 
@@ -87,7 +88,9 @@ def test_an_engine_that_left_and_comes_again_waits_again() -> None:
 def test_an_engine_that_envoy_does_not_know_yet_waits_longer() -> None:
     warming = WarmingEngines(3.0)
     used(warming, 0.0, a="1 2", b="5")
+    assert warming.servers == {"default/a", "default/b"}
     assert used(warming, 3.0, in_envoy={"a": "2"}, a="1 2", b="5") == {"a": ["2"], "b": ["5"]}
+    assert warming.servers == frozenset(), "one of two is enough"
     assert used(warming, 9.0, in_envoy={"a": ""}, a="1", b="5") == {"a": [], "b": ["5"]}
     assert warming.servers_to_confirm(9.0) == {"default/a"}
     assert used(warming, 9.1, in_envoy={"a": "1"}, a="1", b="5") == {"a": ["1"], "b": ["5"]}

@@ -447,5 +447,7 @@ async def test_a_first_engine_is_used_once_envoy_knows_it_and_others_change_mean
     watched.file.write_text(text.replace("modelName: chat", "modelName: talk"))
     await watched.until(lambda: watched.names() == ["talk", "sql"])
     assert not has("default/llama")
+    assert watched.feed.warming_servers == {"default/llama"}
     watched.now += 0.31
     await watched.until(lambda: bool(has("default/llama")))
+    assert watched.feed.warming_servers == frozenset()

@@ -83,6 +83,41 @@ def test_a_model_server_whose_breaker_is_open_is_not_available() -> None:
     assert add_programmed_condition(wanted, {}, NEW, [WRITER, extproc(files=NEW)]).conditions[1].status == "True"
 
 
+def available(
+    *consumers: ConfigConsumer, observed: dict[str, Any] | None = None, generation: int = 2
+) -> tuple[str, str, str]:
+    wanted = status(condition_true("Programmed"), condition_true("Available", "go to it"), generation=generation)
+    found = add_programmed_condition(wanted, observed or {}, NEW, [WRITER, *consumers]).conditions[1]
+    return found.status, found.reason, found.message
+
+
+def test_a_model_server_is_available_once_all_send_requests_to_its_engines() -> None:
+    envoy = ConfigConsumer("Envoy", ConfigReport(files=OLD, waiting="Envoy does not use the newest cds.json yet"))
+    behind = ("Unknown", "Pending", "Envoy does not use the newest cds.json yet")
+    assert available(extproc(files=NEW), envoy) == behind
+    assert available(extproc(files=OLD))[2] == "extproc has not taken it yet"
+    assert available(extproc(files=OLD, refused="a.json: wrong"))[2] == "a.json: wrong"
+    assert available(ConfigConsumer("extproc", None))[2] == "extproc does not answer"
+    warming = available(extproc(files=NEW, warming=frozenset({"default/llama"})))
+    assert warming == ("Unknown", "Pending", "extproc uses its first endpoints once Envoy has them")
+    assert available(extproc(files=NEW, warming=frozenset({"default/other"}))) == ("True", "Available", "go to it")
+    assert available() == ("True", "Available", "go to it"), "nobody is asked"
+
+
+def test_a_model_server_that_was_available_stays_so_until_it_changes_or_has_no_engine() -> None:
+    wanted = status(condition_true("Programmed"), condition_true("Available"))
+    served = merge_status(wanted, {}, "2026-11-01T00:00:00Z")
+    assert served is not None
+    assert available(extproc(files=OLD), observed=served) == ("True", "Available", "go to it")
+    assert available(ConfigConsumer("extproc", None), observed=served)[0] == "True"
+    assert available(extproc(files=OLD), observed=served, generation=3)[0] == "Unknown"
+    without = status(condition_true("Programmed"), condition_false("Available", "NoPods", "none"))
+    assert add_programmed_condition(without, served, NEW, [WRITER]).conditions[1].status == "False"
+    empty = merge_status(without, {}, "2026-11-01T00:00:00Z")
+    assert empty is not None
+    assert available(extproc(files=OLD), observed=empty)[0] == "Unknown", "its first engine is new to extproc"
+
+
 def test_pods_that_come_and_go_do_not_turn_it() -> None:
     served = merge_status(status(condition_true("Programmed")), {}, "2026-11-01T00:00:00Z")
     assert served is not None

@@ -328,12 +328,6 @@ def test_a_revision_that_does_not_become_ready_blocks_and_the_old_serves() -> No
     assert condition(plan, "Ready")["status"] == "True"
 
 
-def test_nobody_serves_the_route() -> None:
-    children = told(on_server(reconcile(seen(model(), []), NOW_S)), is_served=False)
-    ready = condition(reconcile(seen(model(), children), NOW_S), "Ready")
-    assert (ready["status"], ready["reason"]) == ("False", "NotReported")
-
-
 def test_no_gateway_has_an_engine_yet() -> None:
     children = told(on_server(reconcile(seen(model(), []), NOW_S)))
     (server,) = (one for one in children if one["kind"] == "ModelServer")
