@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from attache.envoy import find_envoy
-from controller.bundle.envoy_admin import begin_drain, running_requests, why_not_ready
+from controller.bundle.envoy_admin_client import begin_drain, running_requests, why_not_ready
 from extproc.api.addresses import worker_addresses
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_directory

@@ -22,7 +22,7 @@ from bench.autoscale import command as autoscale_command
 from bench.engine.hardware import GPUS, LINKS
 from bench.lab import export, lab_command, replay_command, workload_command
 from bench.lab.engine_model_validation import unmeasured_hardware, validate
-from bench.lab.hardware import HardwareUnknown, gpus_of, is_file
+from bench.lab.hardware_spec_parser import HardwareUnknown, gpus_of, is_file
 from bench.lab.lab_command import TRACES
 from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.trial_runner import TrialFailed

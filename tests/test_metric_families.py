@@ -20,7 +20,7 @@ from controller.bundle.metrics import BundleMetrics
 from controller.bundle.sync import BundleSync
 from controller.gateway.metrics import GatewayMetrics, PickerMetrics
 from controller.kube.manager_metrics import ManagerMetrics, observe_api_calls
-from controller.models.metrics import ModelMetrics
+from controller.models.model_status_metrics import ModelMetrics
 from extproc.api.config_loader import ConfigDirectory
 from extproc.engines.dialects import FAMILIES
 from extproc.metrics.request_metrics import Metrics, TlsMetrics

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from bench.engine.step_time import StepBatch, prefill_s
-from bench.lab.hardware import engine_profiles
+from bench.lab.hardware_spec_parser import engine_profiles
 from bench.stack.loopback_stack import documents
 from bench.virtual.engines import addresses
 from bench.virtual.simulation import Simulation
@@ -51,7 +51,7 @@ _ACTIVATION: Final[Mapping[str, Any]] = {"holdTimeout": "30m", "maxRequests": 10
 
 class Variant(msgspec.Struct, frozen=True):
     """One target of the binding in the lab. ``name``: of the target. ``hardware`` and ``model``: as in
-    ``bench.lab.hardware``. ``cost``: of a replica and hour. ``accelerators``: of one replica. ``start_s``: from the
+    ``bench.lab.hardware_spec_parser``. ``cost``: of a replica and hour. ``accelerators``: of one replica. ``start_s``: from the
     order to the first request. ``jitter``: the share of it by which starts differ, evenly, up and down.
     ``max_replicas``: its bound.
     """

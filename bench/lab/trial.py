@@ -13,7 +13,7 @@ import msgspec
 from bench.engine.hardware import API_S
 from bench.engine.kv_transfer import NETWORKS
 from bench.engine.step_time import StepWork, prefill_s, step_batch
-from bench.lab.hardware import engine_profiles
+from bench.lab.hardware_spec_parser import engine_profiles
 from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.policies.registry import policy_named
 from bench.lab.policies.trackers import EngineCalibration, PolicySetup

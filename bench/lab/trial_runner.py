@@ -30,7 +30,7 @@ import msgspec
 import xxhash
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.lab.hardware import HardwareUnknown, hardware_files
+from bench.lab.hardware_spec_parser import HardwareUnknown, hardware_files
 from bench.lab.policies.policy_file import PolicyFailed, policy_file
 from bench.lab.policies.registry import POLICIES
 from bench.lab.trial import TrialReport, run_trial

@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, api_key_of, configuration
+from bench.sizes.config_generator import GatewayPorts, ObjectCounts, api_key_of, configuration
 from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, cpu_seconds, free_ports, rss_bytes
 from extproc.api.status_page_contents import REPORT_PATH, ConfigReport, content_digest

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from controller.bundle.envoy_admin import EnvoyState
+    from controller.bundle.envoy_admin_client import EnvoyState
     from extproc.api.config_snapshot import Snapshot
 
 log = logging.getLogger(__name__)

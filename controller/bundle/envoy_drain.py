@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from controller.bundle.envoy_admin import fail_health_check, running_requests
+from controller.bundle.envoy_admin_client import fail_health_check, running_requests
 
 if TYPE_CHECKING:
     import threading

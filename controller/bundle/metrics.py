@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from controller.bundle.acknowledgements import Status
-from controller.bundle.envoy_admin import why_not_ready
+from controller.bundle.envoy_admin_client import why_not_ready
 from extproc.api.addresses import join_host_port
 from extproc.api.status_page_contents import REPORT_PATH
 from extproc.browser_security import add_browser_protection

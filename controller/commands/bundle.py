@@ -85,7 +85,7 @@ def _polling(
     """What polls Envoy, for how long to wait for it, and where metrics are served."""
     # Envoy's schema, as below
     from controller.bundle.acknowledgements import AcknowledgementPoller  # noqa: PLC0415
-    from controller.bundle.envoy_admin import read_envoy_state  # noqa: PLC0415
+    from controller.bundle.envoy_admin_client import read_envoy_state  # noqa: PLC0415
 
     try:
         if options.admin not in {None, "off"}:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from controller.bundle.envoy_admin import reopen_logs
+from controller.bundle.envoy_admin_client import reopen_logs
 from controller.usage.ingest import Ingest
 from controller.usage.json_lines_store import JsonLinesStore
 from controller.usage.log_follower import ExtprocLogReader, LogFollower, LogPosition, LogRotator
@@ -28,7 +28,7 @@ from controller.usage.queries import GROUPS, BadQuery, checked_zone, parse_insta
 from controller.usage.reports import align_columns, as_csv, as_json, as_table
 from controller.usage.rollups import DAY_S
 from controller.usage.rows import BadLine, parse_usage_line
-from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_monitoring_pages
+from controller.usage.server import UsageQueryRunner, UsageReportsApi, ingest_monitoring_pages
 from controller.usage.store import SqlStore, StoreError, StoreUnavailable, first_error_line, open_engine
 from controller.usage.traffic_drift import CHANGED, SHIFTED, ComparedPeriods, drift_table, find_drift
 from extproc.api.addresses import parse_address, parse_endpoint
@@ -294,7 +294,7 @@ def _serve(options: argparse.Namespace) -> int:
         left=ExtprocLogReader(Path(f"{options.log}{LEFT_SUFFIX}"), _CLOCK),
         rotation=rotation,
     )
-    database = ReportsDatabase(engine, _CLOCK, _WALL)
+    database = UsageQueryRunner(engine, _CLOCK, _WALL)
     callers = UsageReportsApi(
         database,
         counts=ingest.counts,

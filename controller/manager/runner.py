@@ -20,7 +20,7 @@ from controller.kube.errors import ClusterError, Forbidden
 from controller.kube.kopf_thread import KopfOperator
 from controller.kube.shared_informers import SharedInformers
 from controller.models.controller import ModelController
-from controller.models.metrics import ModelMetrics
+from controller.models.model_status_metrics import ModelMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from controller.kube.manager_metrics import ManagerMetrics
     from controller.models.controller import DecisionFunctions, ModelControllerSettings, Source
     from controller.models.kind_reconciler import LoadSource
-    from controller.models.metrics import Objects
+    from controller.models.model_status_metrics import Objects
     from controller.webhooks.server import WebhookServer
 
 DEFAULT: Final = "attache"

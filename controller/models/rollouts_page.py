@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from controller.kube.api_resources import Object
-    from controller.models.metrics import Objects
+    from controller.models.model_status_metrics import Objects
 
 ROLLOUTS_PATH: Final = "/rollouts"
 _MOST: Final = 100

@@ -69,8 +69,8 @@ class Caller(NamedTuple):
         return next(((name, value) for name, value in self._asdict().items() if value), ("", ""))
 
 
-class ReportsDatabase:
-    """Runs queries, each with a time limit, a few at a time. ``engine``: None where there are no sums."""
+class UsageQueryRunner:
+    """Runs queries, each with a time limit. ``engine``: None where there are no sums."""
 
     def __init__(self, engine: sa.Engine | None, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         """``clock``: seconds, as ``time.monotonic``. ``wall``: seconds since 1970."""
@@ -116,7 +116,7 @@ class UsageReportsApi:
 
     def __init__(
         self,
-        database: ReportsDatabase,
+        database: UsageQueryRunner,
         *,
         counts: IngestCounters,
         is_admin_port: bool = False,

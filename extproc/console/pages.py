@@ -23,7 +23,7 @@ from yarl import URL
 
 from extproc.api.status_page_contents import CONSOLE_PATH
 from extproc.console.api_keys import keys_answer
-from extproc.console.process_view import ConsoleInputs, ConsoleQuery, ProcessView, console_state
+from extproc.console.console_state import ConsoleInputs, ConsoleQuery, ProcessView, console_state
 from extproc.console.slo import objectives_answer
 from extproc.http_body import read_at_most
 from extproc.metrics.recent_requests import OPEN_S, RecentRequest

@@ -462,7 +462,7 @@ class Core:
         match event:
             case RequestStarted():
                 gate = self.admission.gates.get(event.server)
-                is_counted = self._running.count_remote_request(event, origin, self.pools.get(event.server), gate, now)
+                is_counted = self._running.track_peer_request(event, origin, self.pools.get(event.server), gate, now)
                 self.peer_view.add_request(origin, event.ticket, is_counted=is_counted)
             case RequestPrefilled():
                 self._running.on_peer_prefill_ended(event, now, out)

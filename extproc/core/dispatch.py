@@ -531,11 +531,11 @@ def expected_tokens_of_dispatched(run: DispatchedRequest, request: InferenceRequ
     )
 
 
-def count_remote_request(
+def track_peer_request(
     event: RequestStarted, origin: str, pool: Pool, gate: FlowControlGate | None, now: float
 ) -> RequestRecord | None:
     """Count a request dispatched by the process ``origin``; None if its endpoint is not configured here."""
-    counted = pool.count_remote_request(event.assignment, event.sent.chain, now)
+    counted = pool.track_peer_request(event.assignment, event.sent.chain, now)
     if counted is None:
         return None
     assignment, pins = counted

@@ -12,7 +12,7 @@ from extproc.admission.rate_limits import NO_USAGE
 from extproc.api.admission import FlowControl
 from extproc.api.status_page_contents import EndpointLoad
 from extproc.core.demand import count_outcome, count_request_end
-from extproc.core.dispatch import count_remote_request, request_started_event
+from extproc.core.dispatch import request_started_event, track_peer_request
 from extproc.core.effects import Broadcast, Effect, OutcomeJoined, RequestSloJudged, run_or_report_fault
 from extproc.core.outcome_feedback import (
     forget_missing_adapter,
@@ -56,13 +56,13 @@ class RunningRequests:
         # tickets of records in state ENDED, in the order in which their streams closed
         self._ended: OrderedDict[str, None] = OrderedDict()
 
-    def count_remote_request(
+    def track_peer_request(
         self, event: RequestStarted, origin: str, pool: Pool | None, gate: FlowControlGate | None, now: float
     ) -> bool:
         """Count a request that the process ``origin`` has sent; whether it could be counted."""
         if pool is None or event.ticket in self._records:
             return False
-        record = count_remote_request(event, origin, pool, gate, now)
+        record = track_peer_request(event, origin, pool, gate, now)
         if record is not None and record.run is not None:
             self._records[event.ticket] = record
             self._budgets.on_dispatch(event.ticket, record.run)

@@ -17,7 +17,7 @@ from extproc.api.document_decoder import read_picker_file
 from extproc.llmd.compatibility_notes import config_notes, effective_parameters, server_notes
 from extproc.llmd.picker_config_checks import config_mistakes
 from extproc.llmd.plugin_types import cache_tier_capacities, installed_plugins
-from extproc.scheduling.external_plugins import try_out
+from extproc.scheduling.external_plugin_guards import try_out
 from extproc.scheduling.framework import ConfiguredPicker
 from extproc.scheduling.picker import PluginFailed
 from extproc.scheduling.picker_cache import default_picker

@@ -17,7 +17,7 @@ from extproc.api.picker_flow_control import FAIRNESS, ORDERS
 from extproc.api.schema_validation import check_shape, suggest_similar
 from extproc.llmd.compatibility_notes import effective_parameters
 from extproc.llmd.plugin_types import NOT_BUILT
-from extproc.scheduling.external_plugins import plugin_failure
+from extproc.scheduling.external_plugin_guards import plugin_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import msgspec
 from extproc.api.quantities import decode_quantity
 from extproc.scheduling.builtin_pickers import PrefixAware, PrefixAwareParameters
 from extproc.scheduling.engine_metrics_config import MetricsExtractor, MetricsSource, merge_extractors
-from extproc.scheduling.external_plugins import GuardedPlugin, guard_plugin
+from extproc.scheduling.external_plugin_guards import GuardedPlugin, guard_plugin
 from extproc.scheduling.framework import (
     ConfiguredPicker,
     NamedFilter,

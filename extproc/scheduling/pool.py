@@ -411,7 +411,7 @@ class Pool:
         self.breaker = breaker.with_probe_lease(ticket, now)
         return BreakerPass(breaker.generation, ticket)
 
-    def count_remote_request(
+    def track_peer_request(
         self, sent: Assignment, chain: list[int], now: float
     ) -> tuple[Assignment, dict[int, BlockPin]] | None:
         """Count a request sent by another process, whose rows ``sent`` has, as ``commit``; None if its endpoint is not

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 import msgspec
 
 from extproc.scheduling import engine_metrics_config
-from extproc.scheduling.external_plugins import raised_at
+from extproc.scheduling.external_plugin_guards import raised_at
 from extproc.scheduling.plugins import (
     affinity,
     deprecated_types,

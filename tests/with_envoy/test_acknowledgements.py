@@ -16,7 +16,7 @@ import pytest
 from bench.stack.loopback_stack import documents, envoy_command
 from bench.stack.processes import Processes, free_ports
 from controller.bundle.acknowledgements import AcknowledgementPoller
-from controller.bundle.envoy_admin import read_envoy_state
+from controller.bundle.envoy_admin_client import read_envoy_state
 from extproc.api.config_loader import load_directory
 from extproc.api.status_page_contents import REPORT_PATH, ConfigReport
 from tests.fork_server import output_of

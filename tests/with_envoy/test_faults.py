@@ -16,7 +16,7 @@ import pytest_asyncio
 from yarl import URL
 
 from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
-from controller.bundle.envoy_admin import running_requests
+from controller.bundle.envoy_admin_client import running_requests
 from controller.bundle.envoy_drain import drain_on_demand
 from tests.waiting import eventually
 from tests.with_envoy.load import Load

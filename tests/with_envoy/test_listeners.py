@@ -17,7 +17,7 @@ import pytest_asyncio
 from bench.stack.loopback_stack import ALIAS, EngineFlags, Stack, running_stack
 from bench.stack.processes import free_ports
 from controller.bundle.acknowledgements import AcknowledgementPoller
-from controller.bundle.envoy_admin import read_envoy_state
+from controller.bundle.envoy_admin_client import read_envoy_state
 from controller.bundle.sync import wait_until_acknowledged
 from extproc.api.config_loader import load_directory
 from tests.certificates import Authority, client_context

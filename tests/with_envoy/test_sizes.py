@@ -13,12 +13,12 @@ import httpx
 import pytest
 from aiohttp import web
 
-from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
+from bench.sizes.config_generator import GatewayPorts, ObjectCounts, configuration
 from bench.stack.loopback_stack import envoy_command
 from bench.stack.processes import Processes, free_ports
 from controller.bundle.acknowledgements import AcknowledgementPoller
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES
-from controller.bundle.envoy_admin import read_envoy_state, why_not_ready
+from controller.bundle.envoy_admin_client import read_envoy_state, why_not_ready
 from extproc.api.config_loader import load_directory
 from extproc.wire_names import CHAT_PATH, MODELS_PATH
 from tests.waiting import eventually

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from bench.stack.loopback_stack import FileReady, envoy_command
 from bench.stack.processes import Processes, free_ports, ports_in_a_row
-from controller.bundle.envoy_admin import begin_drain
+from controller.bundle.envoy_admin_client import begin_drain
 from controller.usage.rows import UsageRow, parse_usage_line
 from extproc.wire_names import (
     CUT_MARK,

@@ -15,7 +15,7 @@ from bench.stack.processes import free_ports
 from controller.usage.ingest import IngestCounters
 from controller.usage.log_follower import LogPosition
 from controller.usage.rows import parse_usage_line
-from controller.usage.server import ReportsDatabase, UsageReportsApi
+from controller.usage.server import UsageQueryRunner, UsageReportsApi
 from controller.usage.store import SqlStore, open_engine
 from extproc.browser_security import add_browser_protection
 from tests.usage_lines import NOON_S, context, line, text
@@ -60,7 +60,7 @@ async def test_callers_get_their_own_usage_and_cannot_say_that_they_are_others(
 ) -> None:
     (port,) = free_ports(1)
     store = stored(tmp_path)
-    database = ReportsDatabase(store.engine, lambda: 0.0, lambda: NOON_S + 60.0)
+    database = UsageQueryRunner(store.engine, lambda: 0.0, lambda: NOON_S + 60.0)
     keys = [
         {"name": "first", "key": ACME, "tenant": "acme"},
         {"name": "second", "key": BELL, "tenant": "bell"},

@@ -40,7 +40,7 @@ _SHORTEST_TICK_S: Final = 0.9
 _MOST_OWN: Final = 32
 
 
-class ServerSignals(msgspec.Struct, frozen=True):
+class ModelServerSignals(msgspec.Struct, frozen=True):
     """The data of one or several ModelServers together. ``engines``: by address."""
 
     traffic: Traffic
@@ -147,7 +147,7 @@ class SignalAggregator:
             server.history.add_point(self._ticks, now, server.sums if server.has_changed else None)
             server.has_changed = False
 
-    def merged_signals(self, servers: Iterable[str], now: float) -> ServerSignals:
+    def merged_signals(self, servers: Iterable[str], now: float) -> ModelServerSignals:
         """The data of these ModelServers together; those without a subscription are left out."""
         names = [one for one in servers if one in self._servers]
         known = [self._servers[one] for one in names]
@@ -160,7 +160,7 @@ class SignalAggregator:
             if (reports := process.servers.get(name)) is not None and reports.server is not None
         ]
         points = sum_traffic([one.history.points(now, one.sums) for one in known]) if known else ()
-        return ServerSignals(
+        return ModelServerSignals(
             traffic=Traffic(points),
             waiting=_waiting(gathered, now),
             engines=engine_signals_by_address(gathered),

@@ -28,7 +28,12 @@ from controller.models.model.workload_templates import ADAPTERS_FILE, cache_warm
 from controller.models.model_infer.names import ENTRY, GROUP_REVISION, MODEL_INFER, ROLE
 from controller.models.runtimes.engine_settings import AGENT_PORT, model_format
 from controller.models.runtimes.prefill_connectors import gateway_connector
-from controller.models.runtimes.transformers_and_explainers import EXPLAIN_MATCH, EXPLAINER, TRANSFORMER, all_steps
+from controller.models.runtimes.transformers_and_explainers import (
+    EXPLAIN_MATCH,
+    EXPLAINER,
+    TRANSFORMER,
+    transformer_and_explainer,
+)
 from extproc.api.quantities import Duration
 from extproc.api.spec import API_VERSION
 
@@ -182,7 +187,7 @@ def _ports(transformer: Transformer | None, preset: ServingRuntimeSpec) -> dict[
 
 def step_server_spec(model: ResolvedModel, made: ResolvedBackend) -> dict[str, Any]:
     """The ModelServer of a step. The gateway has repeated what the predictor refuses; once more would multiply it."""
-    step = dict(all_steps(model.spec))[made.backend.name]
+    step = dict(transformer_and_explainer(model.spec))[made.backend.name]
     return {**server_spec(model, made, {}), "trafficPolicy": {"timeout": str(step.timeout), "retry": {"attempts": 1}}}
 
 

@@ -41,7 +41,7 @@ _PROTOCOLS: Final[Mapping[str, str]] = {"V1": "v1", "V2": "v2"}
 
 def step_validation_errors(spec: ModelSpec) -> Iterator[str]:
     """Each with what to write instead."""
-    for name, step in all_steps(spec):
+    for name, step in transformer_and_explainer(spec):
         if not step.image and not _has_image(step):
             yield f"{name} names no image; write {name}.image"
         yield from resources_type_errors(step.resources, f"{name}.resources")
@@ -74,7 +74,7 @@ def port_conflict(spec: ModelSpec, preset: Preset) -> Iterator[str]:
         yield f"transformer.port is {transformer.port}, where the {who} listens in the same pod; write another one"
 
 
-def all_steps(spec: ModelSpec) -> Iterator[tuple[str, Step]]:
+def transformer_and_explainer(spec: ModelSpec) -> Iterator[tuple[str, Step]]:
     """All that the Model has."""
     if spec.transformer is not None:
         yield TRANSFORMER, spec.transformer
@@ -89,7 +89,7 @@ def is_colocated(step: Step) -> bool:
 
 def steps_with_own_pods(spec: ModelSpec) -> list[tuple[str, Step]]:
     """Those with pods of their own."""
-    return [(name, step) for name, step in all_steps(spec) if not is_colocated(step)]
+    return [(name, step) for name, step in transformer_and_explainer(spec) if not is_colocated(step)]
 
 
 class ResolvedStep(msgspec.Struct, frozen=True):

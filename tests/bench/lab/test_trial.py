@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bench.lab.hardware import HardwareUnknown, engine_profiles
+from bench.lab.hardware_spec_parser import HardwareUnknown, engine_profiles
 from bench.lab.measures import LatencyObjective, compute_measures
 from bench.lab.policies.policy_file import PolicyFailed
 from bench.lab.policies.registry import POLICIES

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from bench.__main__ import main
-from bench.lab.hardware import engine_profiles, hardware_files, read_gpu, read_model
+from bench.lab.hardware_spec_parser import engine_profiles, hardware_files, read_gpu, read_model
 from bench.lab.trial import Trial, TrialConditions
 from bench.lab.trial_runner import condition_files, trial_cache_key
 from extproc.api.config_errors import ConfigInvalid

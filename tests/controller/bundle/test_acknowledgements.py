@@ -26,7 +26,7 @@ from controller.bundle.acknowledgements import (
     file_version,
     subscription_names,
 )
-from controller.bundle.envoy_admin import EnvoyState, read_envoy_state
+from controller.bundle.envoy_admin_client import EnvoyState, read_envoy_state
 from controller.bundle.metrics import BundleMetrics, serve_metrics
 from controller.bundle.sync import BundleSync, write_bundle_once
 from controller.commands.bundle import main

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import pytest
 
-from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
+from bench.sizes.config_generator import GatewayPorts, ObjectCounts, configuration
 from controller.__main__ import main
 from controller.bundle.envoy.bundle import MOST_ENDPOINT_FILES, BundleWriter, build_bundle
 from controller.bundle.envoy.clusters import backend_cluster, backend_cluster_resource

@@ -21,7 +21,7 @@ from controller.usage.log_follower import LogPosition
 from controller.usage.queries import BadQuery, UsageReport, parse_query, run_query
 from controller.usage.reports import as_csv, as_json, as_table, completions_page, costs_page
 from controller.usage.rows import parse_usage_line
-from controller.usage.server import ReportsDatabase, UsageReportsApi, ingest_monitoring_pages
+from controller.usage.server import UsageQueryRunner, UsageReportsApi, ingest_monitoring_pages
 from controller.usage.store import SqlStore, open_engine
 from extproc.api.usage_log import OTHERS
 from extproc.wire_names import CALLER_CLIENT, CALLER_REPORTS, CALLER_TENANT, CALLER_USER
@@ -62,7 +62,7 @@ async def serving(
     store: SqlStore | None, *, is_admin: bool = True, admins: tuple[str, ...] = (), counts: IngestCounters | None = None
 ) -> AsyncIterator[Any]:
     engine = None if store is None else store.engine
-    database = ReportsDatabase(engine, lambda: 0.0, lambda: NOON_S + 3_600.0)
+    database = UsageQueryRunner(engine, lambda: 0.0, lambda: NOON_S + 3_600.0)
     counts = counts or IngestCounters()
     reports = UsageReportsApi(database, counts=counts, is_admin_port=is_admin, admin_tenants=admins)
     async with TestClient(TestServer(reports.app())) as client:
@@ -243,13 +243,13 @@ async def test_a_parameter_that_cannot_be_used_is_named(
 @pytest.fixture
 def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Reports do not end before this, unless they are grouped by route."""
-    event, real = threading.Event(), ReportsDatabase.run
+    event, real = threading.Event(), UsageQueryRunner.run
 
-    def slow(self: ReportsDatabase, query: Query) -> UsageReport:
+    def slow(self: UsageQueryRunner, query: Query) -> UsageReport:
         assert query.groups == ("route",) or event.wait(60)
         return real(self, query)
 
-    monkeypatch.setattr(ReportsDatabase, "run", slow)
+    monkeypatch.setattr(UsageQueryRunner, "run", slow)
     return event
 
 

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
+from bench.sizes.config_generator import GatewayPorts, ObjectCounts, configuration
 from bench.stack.processes import free_ports, ports_in_a_row
 from extproc.api.config_loader import load_snapshot
 from extproc.api.status_page_contents import SloObjectiveCounts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration, model_route
+from bench.sizes.config_generator import GatewayPorts, ObjectCounts, configuration, model_route
 from extproc.api.config_loader import SnapshotLoader
 from extproc.core import request_builder as builder
 from extproc.core.core import Core

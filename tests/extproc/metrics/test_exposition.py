@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, address_of, configuration
+from bench.sizes.config_generator import GatewayPorts, ObjectCounts, address_of, configuration
 from extproc.api.config_loader import load_snapshot
 from extproc.core.core import Core
 from extproc.core.request_states import RequestState

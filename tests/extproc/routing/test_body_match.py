@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from extproc.api.config_errors import ConfigInvalid
-from extproc.console.process_view import _match
+from extproc.console.console_state import _match
 from extproc.core.request_record import RequestHead
 from extproc.refusals import BadRequest, UnknownModel
 from extproc.routing import body_match

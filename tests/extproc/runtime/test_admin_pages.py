@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from bench.sizes.generated_configuration import GatewayPorts, ObjectCounts, configuration
+from bench.sizes.config_generator import GatewayPorts, ObjectCounts, configuration
 from bench.stack.processes import free_ports
 from extproc.api.config_loader import load_snapshot
 from extproc.api.status_page_contents import ConfigReport, EndpointLoad

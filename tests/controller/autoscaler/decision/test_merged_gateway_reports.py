@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.autoscaler.decision.gateway_reports import MOST, SILENT_AFTER_S
-from controller.autoscaler.decision.merged_gateway_reports import ServerSignals, SignalAggregator
+from controller.autoscaler.decision.merged_gateway_reports import ModelServerSignals, SignalAggregator
 from controller.autoscaler.decision.situation import Backlog, EngineReport
 from extproc.api.status_page_contents import (
     TPOT_BOUNDS_S,
@@ -52,7 +52,7 @@ def said(
     )
 
 
-def of(made: SignalAggregator, now: float, *servers: str) -> ServerSignals:
+def of(made: SignalAggregator, now: float, *servers: str) -> ModelServerSignals:
     return made.merged_signals(servers or (LLAMA,), now)
 
 

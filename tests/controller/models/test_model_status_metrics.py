@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from controller.models.metrics import ModelMetrics
+from controller.models.model_status_metrics import ModelMetrics
 
 
 def model(name: str, **status: object) -> dict[str, Any]:

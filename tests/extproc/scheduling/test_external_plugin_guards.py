@@ -17,7 +17,7 @@ from extproc.llmd.picker_builder import BuiltPicker, picker_from_text
 from extproc.llmd.plugin_types import BUILT_IN, installed_plugins
 from extproc.refusals import NoEndpoint, Shed
 from extproc.scheduling.builtin_pickers import PrefixAware, PrefixAwareParameters
-from extproc.scheduling.external_plugins import try_out
+from extproc.scheduling.external_plugin_guards import try_out
 from extproc.scheduling.picker import Pick, View
 from extproc.scheduling.registry import Kind, PluginType
 from extproc.scheduling.sessions import SessionNote

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import pytest
 
-from extproc.console.process_view import ConsoleInputs, ConsoleQuery, ProcessView, console_state
+from extproc.console.console_state import ConsoleInputs, ConsoleQuery, ProcessView, console_state
 from extproc.core.core import Core
 from extproc.core.effects import CacheLookupResult
 from extproc.core.request_states import RequestState
@@ -19,7 +19,7 @@ from tools.console_pictures import Gateway, demo_gateway, snapshot_of
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from extproc.console.process_view import ConsoleState
+    from extproc.console.console_state import ConsoleState
 
 Result = TypeVar("Result")
 PROCESS = ProcessView("demo", "1", 0, 1, 0.0, 0.0, is_ready=True, has_explain=False, has_usage=False)
