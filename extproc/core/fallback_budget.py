@@ -54,6 +54,10 @@ class FallbackBudgets:
         """The request is sent to an engine."""
         if run.sent.is_fallback:
             self._of(run.pool.name).sent[run.sent.tenant] += 1
+        self.on_planned(ticket, run)
+
+    def on_planned(self, ticket: str, run: DispatchedRequest) -> None:
+        """Its next ModelServers are known."""
         for server in run.sent.next_servers:
             self._of(server).listed[run.sent.tenant] += 1
         for server in run.reserves:

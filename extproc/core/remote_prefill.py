@@ -297,7 +297,9 @@ def end_remote_prefill(
         # what one engine has fetched is gone: another one would read what is not its own
         assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])
     checks_refusal = run.sent.checks_refusal if len(assignment.addresses) > 1 else None
-    run.sent = msgspec.structs.replace(run.sent, waited_s=event.waited_s, checks_refusal=checks_refusal)
+    run.sent = msgspec.structs.replace(
+        run.sent, waited_s=event.waited_s, checks_refusal=checks_refusal, next_servers=event.next_servers
+    )
     run.assignment, run.sent_at_s = assignment, now
     count_prefill_end(record, run, before)
 

@@ -314,7 +314,8 @@ class Attempts(msgspec.Struct, frozen=True):
     ModelServers whose answers are marked. ``splice``: where the model's name stands in the body, empty if all have the
     same. ``salt``: where its cache salt stands, which providers do not get; empty if it has none, or no provider is
     asked. ``policy``: of Envoy's route. ``refusals``: by class, the ModelServers that take what others refuse for it.
-    ``clamps``: ModelServers that write shorter answers than the client asks for, and what they change in the body.
+    ``shorter``: ModelServers that write shorter answers than the client asks for. ``edits``: by ModelServer, what
+    Envoy changes in the body beside these two.
     """
 
     servers: tuple[str, ...]
@@ -324,7 +325,8 @@ class Attempts(msgspec.Struct, frozen=True):
     salt: str = ""
     policy: str = ""
     refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    clamps: tuple[tuple[str, str], ...] = ()
+    shorter: tuple[str, ...] = ()
+    edits: tuple[tuple[str, str], ...] = ()
 
 
 class FallbackState(msgspec.Struct, frozen=True):
@@ -403,6 +405,8 @@ class DispatchedRequest(msgspec.Struct):
             sent=reserve.sent,
             model=reserve.model,
             price=reserve.price,
+            prefilled_by="",
+            leg=None,
             is_part=True,
             attempts=None,
             reserves=NO_RESERVES,

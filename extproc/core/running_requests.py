@@ -138,6 +138,8 @@ class RunningRequests:
         record = self._records.get(event.ticket)
         if record is not None and record.run is not None and record.state in IN_FLIGHT and not record.is_ours:
             end_remote_prefill(record, record.run, event, now, out)
+            if event.next_servers:
+                self._budgets.on_planned(event.ticket, record.run)
 
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
         """Learn from the outcome of a request, and correct what it was charged."""

@@ -36,7 +36,11 @@ LONG: Final = 1000
 
 
 class Scene:
-    """``log``: of usage. ``messages``: extproc's log. ``pids``, ``urls``: of the engines, by role."""
+    """``log``: of usage. ``messages``: extproc's log. ``pids``, ``urls``: of the engines, by role. ``body``: what each
+    request has.
+    """
+
+    body: Final = {"model": "llama", "messages": [{"role": "user", "content": PROMPT}]}
 
     def __init__(self, gateway: Gateway, spare: Spare, log: Path, messages: Path) -> None:
         self.gateway = gateway
@@ -56,8 +60,7 @@ class Scene:
         return any(float(line.split()[-1]) > 0 for line in page.splitlines() if line.startswith(names))
 
     async def ask(self, **fields: object) -> httpx.Response:
-        body = {"model": "llama", "messages": [{"role": "user", "content": PROMPT}], **fields}
-        return await self.gateway.http.post(f"{self.gateway.url}/v1/chat/completions", json=body)
+        return await self.gateway.http.post(f"{self.gateway.url}/v1/chat/completions", json=self.body | fields)
 
     def blamed(self) -> set[str]:
         """The roles of engines whose breaker has opened, as extproc's log has it."""
@@ -149,18 +152,30 @@ async def test_a_prefill_engine_that_dies_while_it_computes_leaves_the_request_t
         await eventually(lambda: scene.blamed() == {"prefill"})
 
 
-async def test_a_decode_engine_that_dies_before_its_first_byte_is_blamed_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("at_work", "stream"), [("decode", False), ("prefill", False), ("prefill", True)])
+async def test_a_decode_engine_that_dies_before_its_first_byte_is_blamed_alone(
+    tmp_path: Path, at_work: str, *, stream: bool
+) -> None:
+    """``at_work``: the engine that has the request then. Headers of a stream come before its first token."""
     async with scene_of(tmp_path) as scene:
-        asking = asyncio.create_task(scene.ask(max_tokens=LONG))
-        await eventually(lambda: scene.works("decode"))
+        asking = asyncio.create_task(scene.ask(max_tokens=LONG, stream=stream, temperature=0.25))
+        await eventually(lambda: scene.works(at_work))
         scene.kill("decode")
         answer = await asking
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine")
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-attache-served-by"] == "default/spare"
         row = await scene.is_over()
-        assert (row.endpoint, row.ended, row.attempts) == (scene.address("decode"), "engine", 1)
-        assert (row.input, row.output) == (0, 0)
-        # what the prefill engine keeps is for that engine alone
-        assert not scene.spare.got
+        assert (row.server, row.endpoint, row.attempts, row.is_failed) == (
+            "default/spare",
+            scene.spare.address,
+            2,
+            False,
+        )
+        # what stands in it of the KV cache is for the engine that has died
+        (got,) = map(json.loads, scene.spare.got)
+        asked = {**scene.body, "max_tokens": LONG, "stream": stream, "temperature": 0.25}
+        usage = {"stream_options": {"include_usage": True}} if stream else {}
+        assert got == {**asked, **usage, "model": "small"}
         await eventually(lambda: scene.blamed() == {"decode"})
 
 
