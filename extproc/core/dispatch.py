@@ -246,8 +246,17 @@ class Dispatcher:
         body = changed_body(arrival, base) if leg is None else _body_beside(leg)
         plan = None
         if leg is None or is_beside:
-            tried, has_sidecar = considered.addresses, leg is None and considered.pick.prefill_row is not None
-            plan = self._plan(record, tried, base, now, out, body=body, is_paired=is_beside, has_sidecar=has_sidecar)
+            plan = self._plan(
+                record,
+                # the prefill engine meets one alone
+                considered.addresses[: 1 if is_beside else None],
+                base,
+                now,
+                out,
+                body=body,
+                is_paired=is_beside,
+                has_sidecar=leg is None and considered.pick.prefill_row is not None,
+            )
         mirror = ""
         if arrival.destination.rule.mirror is not None:
             draw = partial(self.mirrors.draw_copy, arrival, record.attachment, considered, now)

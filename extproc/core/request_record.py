@@ -363,7 +363,8 @@ class DispatchedRequest(msgspec.Struct):
     the address of the engine that has computed its prompt on a leg of its own, empty if the one that answers does.
     ``is_part``: it is such a leg, or an attempt after others: its duration is not that of a whole answer. ``has_leg``:
     its engine gets it after such a leg. ``leg``: the end of one beside it. ``is_aborted``: that failed, so its engine
-    answers an error without a fault. ``attempts``: None without fallbacks. ``reserves``: of those that may serve it, by
+    answers an error without a fault. ``unjudged``: that, as a request of its own, and its outcome: if the decode engine
+    has died, this may be why. ``attempts``: None without fallbacks. ``reserves``: of those that may serve it, by
     ModelServer.
     """
 
@@ -392,6 +393,7 @@ class DispatchedRequest(msgspec.Struct):
     is_part: bool = False
     leg: PrefillLegResult | None = None
     is_aborted: bool = False
+    unjudged: tuple[DispatchedRequest, Outcome] | None = None
     attempts: Attempts | None = None
     reserves: Mapping[str, FallbackExpectation] = NO_RESERVES
 

@@ -22,7 +22,7 @@ from extproc.core.outcome_feedback import (
     update_estimates,
 )
 from extproc.core.peer_events import RequestEnded
-from extproc.core.remote_prefill import end_remote_prefill
+from extproc.core.remote_prefill import end_remote_prefill, learn_from_leg
 from extproc.core.request_states import IN_FLIGHT, RequestEvent, RequestState
 from extproc.core.slo_verdicts import answer_latencies, judge_client_left, judge_outcome
 from extproc.scheduling.model_check import on_model_outcome
@@ -237,8 +237,10 @@ class RunningRequests:
 
 def _learn(record: RequestRecord, run: DispatchedRequest, outcome: Outcome, now: float, out: list[Effect]) -> None:
     count_outcome(record, run, outcome)
-    if run.is_aborted:
+    if run.is_aborted and not _has_lost_its_engine(run, outcome):
         # at our request
+        if run.unjudged is not None:
+            learn_from_leg(*run.unjudged, now, out, is_ours=record.is_ours)
         return
     if outcome.is_of_gateway:
         release_untried_probes(run)
@@ -252,6 +254,12 @@ def _learn(record: RequestRecord, run: DispatchedRequest, outcome: Outcome, now:
         forget_missing_adapter(run, outcome, now)
     if run.is_for_model:
         on_model_outcome(run.pool, outcome.served, outcome.status, run.api)
+
+
+def _has_lost_its_engine(run: DispatchedRequest, outcome: Outcome) -> bool:
+    """Whether a fallback has it because its engine was gone: one that ends it at our request answers 500."""
+    is_elsewhere = outcome.served_by not in {"", run.pool.name}
+    return is_elsewhere and run.assignment.endpoint.address not in outcome.errors
 
 
 def _is_answered(outcome: Outcome) -> bool:
