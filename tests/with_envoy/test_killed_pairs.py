@@ -86,19 +86,24 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(directory: Path, *, speed: str = SLOW, **group: object) -> AsyncIterator[Scene]:
+async def scene_of(
+    directory: Path, *, connector: str = "NixlConnector", speed: str = SLOW, **group: object
+) -> AsyncIterator[Scene]:
     spare = Spare("spare", [])
     await spare.start()
     ports = free_ports(4)
     roles = {"prefill": ("kv_producer", ports[0], ports[1]), "decode": ("kv_consumer", ports[2], ports[3])}
     endpoints = [{"address": f"127.0.0.1:{port}", "labels": {"role": role}} for role, (_, port, _) in roles.items()]
+    engine = {"engine": "SGLang"} if connector == "bootstrap_room" else {}
+    if engine:
+        group["transferPort"] = ports[1]
     # what Envoy ejects is for other tests
     policy = {"trafficPolicy": {"outlierDetection": {"consecutiveFailures": 1000}}, "scrapeInterval": "0s"}
     documents = [
         document(
             "ModelServer",
             "llama",
-            {"model": "llama", "endpoints": endpoints, "pdGroup": pairs("NixlConnector", **group), **policy},
+            {"model": "llama", "endpoints": endpoints, "pdGroup": pairs(connector, **group), **policy, **engine},
         ),
         document("ModelServer", "spare", {"model": "small", "endpoints": [{"address": spare.address}], **policy}),
         route("llama", {"targetModels": [{"modelServerName": "llama"}], "fallback": [{"modelServerName": "spare"}]}),
@@ -111,7 +116,7 @@ async def scene_of(directory: Path, *, speed: str = SLOW, **group: object) -> As
     ):
         scene = Scene(gateway, spare, log, directory / "stack" / "extproc.log")
         for role, (kind, port, side) in roles.items():
-            transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": kind})
+            transfer = json.dumps({"kv_connector": "SGLang" if engine else connector, "kv_role": kind})
             command = [sys.executable, "-m", "attache", "engine", "--port", str(port), "--model", "llama"]
             command += ["--side-channel-port", str(side), "--kv-transfer-config", transfer, "--speed", speed]
             scene.urls[role] = f"http://127.0.0.1:{port}"
@@ -152,12 +157,20 @@ async def test_a_prefill_engine_that_dies_while_it_computes_leaves_the_request_t
         await eventually(lambda: scene.blamed() == {"prefill"})
 
 
-@pytest.mark.parametrize(("at_work", "stream"), [("decode", False), ("prefill", False), ("prefill", True)])
+@pytest.mark.parametrize(
+    ("connector", "at_work", "stream"),
+    [
+        ("NixlConnector", "decode", False),
+        ("NixlConnector", "prefill", False),
+        ("NixlConnector", "prefill", True),
+        ("bootstrap_room", "prefill", False),
+    ],
+)
 async def test_a_decode_engine_that_dies_before_its_first_byte_is_blamed_alone(
-    tmp_path: Path, at_work: str, *, stream: bool
+    tmp_path: Path, connector: str, at_work: str, *, stream: bool
 ) -> None:
-    """``at_work``: the engine that has the request then. Headers of a stream come before its first token."""
-    async with scene_of(tmp_path) as scene:
+    """``at_work``: the engine that works for the request then. Headers of a stream come before its first token."""
+    async with scene_of(tmp_path, connector=connector) as scene:
         asking = asyncio.create_task(scene.ask(max_tokens=LONG, stream=stream, temperature=0.25))
         await eventually(lambda: scene.works(at_work))
         scene.kill("decode")
@@ -177,6 +190,21 @@ async def test_a_decode_engine_that_dies_before_its_first_byte_is_blamed_alone(
         usage = {"stream_options": {"include_usage": True}} if stream else {}
         assert got == {**asked, **usage, "model": "small"}
         await eventually(lambda: scene.blamed() == {"decode"})
+
+
+async def test_a_prefill_engine_of_sglang_that_dies_is_blamed_alone_and_the_fallback_answers(tmp_path: Path) -> None:
+    """extproc has the decode engine end the request, which is an error of that engine for Envoy."""
+    async with scene_of(tmp_path, connector="bootstrap_room") as scene:
+        asking = asyncio.create_task(scene.ask(max_tokens=LONG))
+        await eventually(lambda: scene.works("prefill"))
+        scene.kill("prefill")
+        answer = await asking
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-attache-served-by"] == "default/spare"
+        row = await scene.is_over()
+        assert (row.server, row.attempts, row.is_failed) == ("default/spare", 2, False)
+        assert len(scene.spare.got) == 1
+        await eventually(lambda: scene.blamed() == {"prefill"})
 
 
 async def test_a_stream_whose_decode_engine_dies_breaks(tmp_path: Path) -> None:
