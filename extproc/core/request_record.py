@@ -340,8 +340,8 @@ class FallbackState(msgspec.Struct, frozen=True):
 
 
 class FallbackPlan(msgspec.Struct, frozen=True):
-    """``attempts``: None if its endpoints may change before it is sent. ``reserves``: by ModelServer. ``states``: of
-    each fallback of the rule, in words.
+    """``attempts``: None if it is translated, or a sidecar has its prompt computed. ``reserves``: by ModelServer.
+    ``states``: of each fallback of the rule, in words.
     """
 
     attempts: Attempts | None
@@ -407,8 +407,6 @@ class DispatchedRequest(msgspec.Struct):
             sent=reserve.sent,
             model=reserve.model,
             price=reserve.price,
-            prefilled_by="",
-            leg=None,
             is_part=True,
             attempts=None,
             reserves=NO_RESERVES,

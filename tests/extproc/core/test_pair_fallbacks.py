@@ -18,6 +18,7 @@ from extproc.core.fallback import edits_to_unpair
 from extproc.core.peer_events import RequestPrefilled
 from extproc.core.request_record import Outcome, PrefillResult, RequestHead
 from extproc.engines.engine_responses import parse_prefill_response
+from extproc.metrics.request_metrics import Metrics
 from extproc.request.json_rewrite import raw_top_level_fields, with_changes
 from extproc.request.prefill_protocols import PROTOCOLS, PrefillAttempt
 from extproc.streams.messages import ProcessingResponse
@@ -226,8 +227,12 @@ def test_the_decode_engine_alone_is_blamed_and_the_fallback_is_charged() -> None
     assert in_flight(scene) == {D: 1}
     (settled,) = refund(served_elsewhere(scene, found.ticket, 3.0))
     assert (settled.server, settled.fell_back_from, settled.used.cost_micros) == (SPARE, SERVER, 3 * 410 + 30 * 6)
-    # what was prefilled has answered nothing
-    assert (settled.leg, settled.prefilled_by) == (None, "")
+    assert settled.prefilled_by == P
+    metrics = Metrics(list, lambda: 0.0, lambda: 0.0)
+    metrics.count_effect(settled)
+    # what was prefilled was of no use
+    labels = {"server": SERVER, "outcome": "failed"}
+    assert metrics.registry.get_sample_value("attache_prefilled_answers_total", labels) == 1
     assert scene.spent() == {"input_tokens": 410, "output_tokens": 6, "requests": 1}
     assert trips(scene) == {P: 0, D: 1}
     assert not refund(served_elsewhere(scene, found.ticket, 3.1))
@@ -351,7 +356,9 @@ def test_a_request_that_two_engines_have_at_once_goes_on_to_the_fallback_without
     assert trips(scene)[P] == 0
     assert scene.load(P) == (0, 0.0)
     (settled,) = refund(served_elsewhere(scene, found.ticket))
-    assert (settled.server, settled.leg) == (SPARE, None)
+    assert (settled.server, settled.fell_back_from) == (SPARE, SERVER)
+    assert settled.leg is not None
+    assert settled.leg.outcome == "error"
     assert {name for name, count in trips(scene).items() if count} == {decode}
     prefill = scene.table.row_of(P)
     assert prefill is not None
