@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.api.config_loader import load_snapshot
+from extproc.api.dns_resolution import with_resolved_addresses
 from extproc.core.effects import AbortDecode, Decision, OutcomeJoined
 from extproc.core.explanation import to_text
 from extproc.core.fallback import edits_to_unpair
@@ -24,7 +25,7 @@ from extproc.request.prefill_protocols import PROTOCOLS, PrefillAttempt
 from extproc.streams.messages import ProcessingResponse
 from extproc.streams.responses import decision_answer
 from extproc.wire_protocol import CLAMPS, ROUTE_NAMESPACE
-from tests.extproc.core.test_fallback import edited
+from tests.extproc.core.test_fallback import SALTED, edited
 from tests.extproc.core.test_prefill_completion import (
     BUDGET,
     PRICED,
@@ -88,6 +89,9 @@ def sent_to_fallback(found: Decision) -> dict[str, object]:
     edits = dict(attempts.edits).get(SPARE, "")
     if attempts.splice:
         edits += f'{attempts.splice},"small";'
+    if attempts.salt:
+        # of a provider
+        edits += f"{attempts.salt},;"
     return edited(body, edits)
 
 
@@ -191,6 +195,19 @@ def test_envoy_goes_on_to_the_fallback_with_the_body_of_before(*, stream: bool) 
     route = answer.dynamic_metadata.fields[ROUTE_NAMESPACE].struct_value
     assert route.fields[CLAMPS].struct_value.fields[SPARE].string_value == dict(attempts.edits)[SPARE]
     assert "fallback default/spare at 10.0.1.1:8000: is tried next" in explained(found)
+
+
+@pytest.mark.parametrize("more", [{}, {"cache_salt": "pepper"}, {"stream": True}])
+def test_a_provider_gets_neither_the_pairs_fields_nor_the_salt(more: dict[str, Any]) -> None:
+    scene = Scene(
+        with_fallback(spare="provider: {host: a.example}, apis: [ChatCompletions]") + b"---\n" + SALTED.encode()
+    )
+    scene.core.apply(with_resolved_addresses(scene.core.snapshot, {"a.example": ("10.0.1.1",)}), 0.0)
+    _, asked, _ = scene.arrive(**more)
+    found = decision(scene.answer(asked.ticket, 0.5))
+    assert {"cache_salt", "kv_transfer_params"} <= fields(found.body).keys()
+    wanted = {"model", "messages", *more} - {"cache_salt"}
+    assert sent_to_fallback(found).keys() - {"stream_options"} == wanted
 
 
 def test_an_engine_of_its_own_that_computes_the_prompt_is_followed_by_the_others() -> None:
