@@ -64,7 +64,7 @@ _MOST_TRIES: Final = 3
 _PATIENCE_S: Final = 2.0
 _PATIENCE: Final = 4.0
 _SHARE_OF_UNKNOWN: Final = 0.5
-# Of a prefill engine of SGLang that has lost its decode engine, or waits for it.
+# A prefill engine of SGLang may answer so, or not at all, because its decode engine has died.
 _UNSURE: Final = frozenset({500, 504})
 # As Envoy answers for an engine that does.
 _STATUSES: Final = {"unreachable": 503, "timeout": 504, "unreadable": 502, "no_parameters": 502}

@@ -314,8 +314,8 @@ class Attempts(msgspec.Struct, frozen=True):
     ModelServers whose answers are marked. ``splice``: where the model's name stands in the body, empty if all have the
     same. ``salt``: where its cache salt stands, which providers do not get; empty if it has none, or no provider is
     asked. ``policy``: of Envoy's route. ``refusals``: by class, the ModelServers that take what others refuse for it.
-    ``shorter``: ModelServers that write shorter answers than the client asks for. ``edits``: by ModelServer, what
-    Envoy changes in the body beside these two.
+    ``shorter``: ModelServers that write shorter answers than the client asks for. ``edits``: by ModelServer, what else
+    it reads otherwise in the body.
     """
 
     servers: tuple[str, ...]
@@ -363,9 +363,9 @@ class DispatchedRequest(msgspec.Struct):
     the address of the engine that has computed its prompt on a leg of its own, empty if the one that answers does.
     ``is_part``: it is such a leg, or an attempt after others: its duration is not that of a whole answer. ``has_leg``:
     its engine gets it after such a leg. ``leg``: the end of one beside it. ``is_aborted``: that failed, so its engine
-    answers an error without a fault. ``unjudged``: that, as a request of its own, and its outcome: if the decode engine
-    has died, this may be why. ``attempts``: None without fallbacks. ``reserves``: of those that may serve it, by
-    ModelServer.
+    answers an error without a fault. ``unjudged``: that leg, as a request of its own, and its outcome, while it is not
+    known whether the decode engine has failed first. ``attempts``: None without fallbacks. ``reserves``: of those that
+    may serve it, by ModelServer.
     """
 
     pool: Pool

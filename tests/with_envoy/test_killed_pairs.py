@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from controller.usage.rows import UsageRow
     from tests.with_envoy.test_fallback import Gateway
 
-# A prompt takes a second, and an answer of a thousand tokens longer than any test.
+# A prompt takes a second, SGLang's engines meet in five, and an answer of a thousand tokens is longer than any test.
 SLOW: Final = "0.02"
 # A prompt takes ten seconds.
 SLOWER: Final = "0.002"
@@ -58,6 +58,10 @@ class Scene:
         page = (await self.gateway.http.get(f"{self.urls[role]}/metrics")).text
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
         return any(float(line.split()[-1]) > 0 for line in page.splitlines() if line.startswith(names))
+
+    async def has_leg(self) -> bool:
+        """Whether extproc waits for the prefill engine."""
+        return any((await self.gateway.values("attache_prefill_legs_in_flight")).values())
 
     async def ask(self, **fields: object) -> httpx.Response:
         return await self.gateway.http.post(f"{self.gateway.url}/v1/chat/completions", json=self.body | fields)
@@ -158,21 +162,21 @@ async def test_a_prefill_engine_that_dies_while_it_computes_leaves_the_request_t
 
 
 @pytest.mark.parametrize(
-    ("connector", "at_work", "stream"),
+    ("connector", "speed", "is_prefilled", "stream"),
     [
-        ("NixlConnector", "decode", False),
-        ("NixlConnector", "prefill", False),
-        ("NixlConnector", "prefill", True),
-        ("bootstrap_room", "prefill", False),
+        ("NixlConnector", SLOW, True, False),
+        ("NixlConnector", SLOWER, False, False),
+        ("NixlConnector", SLOWER, False, True),
+        ("bootstrap_room", SLOW, False, False),
     ],
 )
 async def test_a_decode_engine_that_dies_before_its_first_byte_is_blamed_alone(
-    tmp_path: Path, connector: str, at_work: str, *, stream: bool
+    tmp_path: Path, connector: str, speed: str, *, is_prefilled: bool, stream: bool
 ) -> None:
-    """``at_work``: the engine that works for the request then. Headers of a stream come before its first token."""
-    async with scene_of(tmp_path, connector=connector) as scene:
+    """``is_prefilled``: its prompt is computed by then. Headers of a stream come before its first token."""
+    async with scene_of(tmp_path, connector=connector, speed=speed) as scene:
         asking = asyncio.create_task(scene.ask(max_tokens=LONG, stream=stream, temperature=0.25))
-        await eventually(lambda: scene.works(at_work))
+        await eventually(lambda: scene.works("decode") if is_prefilled else scene.has_leg())
         scene.kill("decode")
         answer = await asking
         assert answer.status_code == 200, answer.text
@@ -196,7 +200,7 @@ async def test_a_prefill_engine_of_sglang_that_dies_is_blamed_alone_and_the_fall
     """extproc has the decode engine end the request, which is an error of that engine for Envoy."""
     async with scene_of(tmp_path, connector="bootstrap_room") as scene:
         asking = asyncio.create_task(scene.ask(max_tokens=LONG))
-        await eventually(lambda: scene.works("prefill"))
+        await eventually(scene.has_leg)
         scene.kill("prefill")
         answer = await asking
         assert answer.status_code == 200, answer.text
