@@ -137,8 +137,9 @@ class RunningRequests:
         """The prefill of another process's request has ended."""
         record = self._records.get(event.ticket)
         if record is not None and record.run is not None and record.state in IN_FLIGHT and not record.is_ours:
+            is_planned = bool(record.run.sent.next_servers)
             end_remote_prefill(record, record.run, event, now, out)
-            if event.next_servers:
+            if not is_planned:
                 self._budgets.on_planned(event.ticket, record.run)
 
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:

@@ -384,6 +384,25 @@ def test_a_request_that_two_engines_have_at_once_goes_on_to_the_fallback_without
     assert scene.is_free
 
 
+@pytest.mark.parametrize("end", [{"body": b'{"choices": []}'}, {"status": 500}])
+def test_the_other_processes_count_it_once_and_blame_the_same_engine(end: dict[str, Any]) -> None:
+    pair = Pair(beside_configuration((D,)))
+    found, effects = pair.one.enter()
+    pair.tell(effects, 0.0)
+    there = pair.other.core._pipeline._fallbacks._budgets._servers[SPARE]
+    assert there.listed.total() == 1
+    pair.tell(pair.one.answer(found.ticket, 0.5, **end), 0.5)
+    assert there.listed.total() == 1
+    served_elsewhere(pair.other, found.ticket)
+    assert trips(pair.other) == {P: 0, D: 1}
+    prefill = pair.other.table.row_of(P)
+    assert prefill is not None
+    assert pair.other.table.healths[prefill].failed == 0
+    pair.tell(pair.one.core.on_stream_closed(found.ticket, 2.0), 2.0)
+    assert not there.has_requests
+    assert pair.other.is_free
+
+
 def test_its_place_in_the_budget_is_left_though_its_engine_was_away_meanwhile() -> None:
     scene, found, decode = beside()
     others = [one for one in (D, E) if one != decode]
