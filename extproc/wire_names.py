@@ -243,7 +243,7 @@ CACHE_HIT: Final = "cache_hit"
 USAGE_CONTEXT: Final = "usage"
 # Of a request whose rule has fallbacks: Envoy's clusters, one for each attempt; where the model's name stands in the
 # body, as "first byte,length", and likewise the cache salt, which providers do not get; the ModelServers whose answers
-# are marked as degraded, and how; by ModelServer, the limits of the answer in the body, each as
+# are marked as degraded, and how; by ModelServer, what else it reads otherwise in the body, each as
 # "first byte,length,text;"; by class of refusals, the clusters that take what others have refused for it; and, as Envoy
 # writes them, which endpoints have refused it, and which have answered 500.
 ROUTE_NAMESPACE: Final = "attache.route"

@@ -51,8 +51,8 @@ _ACTIVATION: Final[Mapping[str, Any]] = {"holdTimeout": "30m", "maxRequests": 10
 
 class Variant(msgspec.Struct, frozen=True):
     """One target of the binding in the lab. ``name``: of the target. ``hardware`` and ``model``: as in
-    ``bench.lab.hardware_spec_parser``. ``cost``: of a replica and hour. ``accelerators``: of one replica. ``start_s``: from the
-    order to the first request. ``jitter``: the share of it by which starts differ, evenly, up and down.
+    ``bench.lab.hardware_spec_parser``. ``cost``: of a replica and hour. ``accelerators``: of one replica. ``start_s``:
+    from the order to the first request. ``jitter``: the share of it by which starts differ, evenly, up and down.
     ``max_replicas``: its bound.
     """
 

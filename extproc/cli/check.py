@@ -619,10 +619,12 @@ def fallbacks_without_effect(snapshot: Snapshot) -> Iterator[str]:
 def _fallback_notes(snapshot: Snapshot, targets: Sequence[ModelServerSpec], spec: ModelServerSpec) -> Iterator[str]:
     if spec.listed is not None and not spec.listed:
         yield "has no endpoints, so no request goes there; write endpoints, or remove it"
-    if spec.pd_group is not None or any(one.pd_group is not None for one in targets):
+    if spec.pd_group is not None:
+        yield "gets no request after an attempt elsewhere if another of its engines would compute the prompt"
+    if any(one.pd_group is not None and one.pd_group.leg == "Sidecar" for one in targets):
         yield (
-            "gets no request whose prompt another engine computes, here or there; of those, only requests that go there"
-            " at once are served"
+            "gets no request that has gone to a sidecar of a target with another engine for its prompt; write leg:"
+            " Gateway there"
         )
     if any(one.stream_usage != spec.stream_usage for one in targets):
         yield "has another streamUsage, so no stream without usage can go on to it; write the same"

@@ -497,7 +497,8 @@ class AdmissionPipeline:
         only = None if loader is None else np.arange(len(pool.table.addresses)) == loader
         constraints = constraints_of(arrival, attachment, only, wants_reasons=True)
         considered = pool.pick_endpoints(prompt, constraints, now=now, rng=rng)
-        plan = self._fallbacks.plan_attempts(tried, considered, now)
+        has_sidecar = considered.pick.prefill_row is not None and pool.prefill_protocol is None
+        plan = self._fallbacks.plan_attempts(tried, considered.addresses, now, has_sidecar=has_sidecar)
         fallbacks = () if plan is None else plan.states
         found = explain_pick(considered, arrival, None, placement, forecast, guarded=guarded, fallbacks=fallbacks)
         avoided, silent = avoided_endpoints(pool, now), silent_endpoints(pool, now)

@@ -86,13 +86,25 @@ class AttemptPlanner(Protocol):
     """Plans where Envoy may go on to."""
 
     def plan_attempts(
-        self, record: RequestRecord, considered: UncommittedPick, now: float, *, base: BodyChanges, body: bytes | None
+        self,
+        record: RequestRecord,
+        addresses: Sequence[str],
+        now: float,
+        *,
+        base: BodyChanges,
+        body: bytes | None,
+        is_paired: bool,
+        has_sidecar: bool,
     ) -> FallbackPlan | None:
         """All attempts of a request that is about to be sent; None if its rule has no fallbacks."""
         ...
 
     def on_dispatch(self, ticket: str, run: DispatchedRequest) -> None:
         """The request is sent to an engine."""
+        ...
+
+    def on_prefilled(self, ticket: str, run: DispatchedRequest) -> None:
+        """The request is sent to its decode engine, and what follows is planned."""
         ...
 
 
@@ -233,10 +245,17 @@ class Dispatcher:
         is_beside = leg is not None and leg.protocol.is_beside
         body = changed_body(arrival, base) if leg is None else _body_beside(leg)
         plan = None
-        if arrival.destination.fallbacks is not None:
-            # it can do without
-            plan = run_or_report_fault(
-                out, _NO_PLAN, partial(self._fallbacks.plan_attempts, record, considered, now, base=base, body=body)
+        if leg is None or is_beside:
+            plan = self._plan(
+                record,
+                # the prefill engine meets one alone
+                considered.addresses[: 1 if is_beside else None],
+                base,
+                now,
+                out,
+                body=body,
+                is_paired=is_beside,
+                has_sidecar=leg is None and considered.pick.prefill_row is not None,
             )
         mirror = ""
         if arrival.destination.rule.mirror is not None:
@@ -269,7 +288,7 @@ class Dispatcher:
                 waited_s=record.held_s,
                 # that of a client is no reason for a fallback
                 checks_refusal=None
-                if plan or arrival.engine_api
+                if arrival.destination.fallbacks or arrival.engine_api
                 else _checks_refusal(record.attachment, pool, assignment, now),
                 is_fallback=arrival.destination.is_fallback,
                 next_servers=() if plan is None or plan.attempts is None else tuple(plan.reserves),
@@ -304,6 +323,49 @@ class Dispatcher:
         if prefill is not None:
             out.append(prefill)
         return own
+
+    def plan_after_prefill(
+        self,
+        record: RequestRecord,
+        run: DispatchedRequest,
+        pending: PendingDecision,
+        base: BodyChanges,
+        now: float,
+        out: list[Effect],
+        *,
+        body: bytes | None,
+        is_paired: bool,
+    ) -> PendingDecision:
+        """Where Envoy may go on to from the decode engine that gets ``body`` now. ``base``: see ``body_changes``."""
+        plan = self._plan(record, run.assignment.addresses, base, now, out, body=body, is_paired=is_paired)
+        if plan is None:
+            return pending
+        run.attempts, run.reserves = plan.attempts, plan.reserves
+        run.sent = msgspec.structs.replace(run.sent, next_servers=tuple(plan.reserves))
+        self._fallbacks.on_prefilled(record.ticket, run)
+        if pending.explanation is None:
+            return pending
+        explanation = msgspec.structs.replace(pending.explanation, fallbacks=plan.states)
+        return msgspec.structs.replace(pending, explanation=explanation)
+
+    def _plan(
+        self,
+        record: RequestRecord,
+        addresses: Sequence[str],
+        base: BodyChanges,
+        now: float,
+        out: list[Effect],
+        *,
+        body: bytes | None,
+        is_paired: bool,
+        has_sidecar: bool = False,
+    ) -> FallbackPlan | None:
+        """See AttemptPlanner."""
+        if record.arrival_before_dispatch.destination.fallbacks is None:
+            return None
+        plan = partial(self._fallbacks.plan_attempts, record, addresses, now, base=base, body=body)
+        # it can do without
+        return run_or_report_fault(out, _NO_PLAN, partial(plan, is_paired=is_paired, has_sidecar=has_sidecar))
 
     def _count(
         self, record: RequestRecord, run: DispatchedRequest, gate: FlowControlGate | None, now: float, out: list[Effect]

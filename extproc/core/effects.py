@@ -73,10 +73,10 @@ class Decision(msgspec.Struct, frozen=True):
     if its rule has no fallbacks. ``adds_usage``: extproc requested usage that the client did not ask for, so it must be
     removed from the answer. ``checks_refusal``: if the first endpoint refuses it, Envoy tries the next one. ``policy``:
     the server's time limit and retries, as ``TrafficPolicy.route_settings_text`` writes them. ``usage``: for the usage
-    log, None without one. ``is_leased``: what that engine keeps is for the first endpoint alone: Envoy tries no other.
-    ``request_id``: that both engines must have in place of the client's, empty for that. ``path``: in place of the
-    client's, empty for that. ``response_model``: in answers, as JSON text; empty: they stay as they come.
-    ``translation``: of the request for its engines, without headers; None: they get it as it is. ``mirror``: the
+    log, None without one. ``is_leased``: what that engine keeps is for the first endpoint alone: Envoy tries no other
+    of its ModelServer. ``request_id``: that both engines must have in place of the client's, empty for that. ``path``:
+    in place of the client's, empty for that. ``response_model``: in answers, as JSON text; empty: they stay as they
+    come. ``translation``: of the request for its engines, without headers; None: they get it as it is. ``mirror``: the
     directive for a copy, empty: Envoy makes none. ``cache_bytes``: the longest answer that the response cache keeps; 0:
     it keeps none.
     """

@@ -2,9 +2,9 @@
 """Fallback: other ModelServers for a request that its own cannot serve, or not soon enough.
 
 Envoy makes the attempts of a request, and is told all of them at its decision: engines of its own ModelServer first,
-then those of each fallback that is possible for it. All attempts have one body, in which only the model's name and the
-limits of the answer can be others. A request whose ModelServer has no usable endpoint or does not take its prompt, or
-that has waited long enough, goes to a fallback at once.
+then those of each fallback that is possible for it. All attempts have one body, in which only the model's name, the
+limits of the answer and what a prefill/decode pair has of its own can be others. A request whose ModelServer has no
+usable endpoint or does not take its prompt, or that has waited long enough, goes to a fallback at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from extproc.core.dispatch import (
 )
 from extproc.core.request_record import FallbackExpectation, FallbackPlan, FallbackState, PlannedAttempts, SentRequest
 from extproc.refusals import Refusal
-from extproc.request.json_rewrite import spans_of_fields
+from extproc.request.json_rewrite import raw_top_level_fields, span_of, spans_of_fields
 from extproc.request.prefill_protocols import truncates_prompt
 from extproc.scheduling.pool import Assignment
 
@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 _CONTEXT: Final = "context-window"
 # Texts have up to so many times the bytes in a token that are usual for their ModelServer.
 _CERTAIN: Final = 2.0
-_SALT_NAME: Final = b'"cache_salt":'
+# What Envoy's filter puts back into a body travels beside it.
+_LONGEST_TEXT: Final = 4096
+_UNCHANGEABLE: Final = "what its body has for its prefill engine cannot be taken out again"
 # Reasons that are looked for when the limits of a request have granted it, in this order.
 AT_ONCE: Final[tuple[FallbackReason, ...]] = ("context_window", "no_endpoint")
 # Why a request goes to a fallback at once.
@@ -78,6 +80,10 @@ class FallbackPlanner:
     def on_dispatch(self, ticket: str, run: DispatchedRequest) -> None:
         """The request is sent to an engine."""
         self._budgets.on_dispatch(ticket, run)
+
+    def on_prefilled(self, ticket: str, run: DispatchedRequest) -> None:
+        """The request is sent to its decode engine, and what follows is planned."""
+        self._budgets.on_planned(ticket, run)
 
     def choose_fallback(
         self,
@@ -118,14 +124,19 @@ class FallbackPlanner:
     def plan_attempts(
         self,
         record: RequestRecord,
-        considered: UncommittedPick,
+        addresses: Sequence[str],
         now: float,
         *,
         base: BodyChanges | None = None,
         body: bytes | None = None,
+        is_paired: bool = False,
+        has_sidecar: bool = False,
     ) -> FallbackPlan | None:
-        """All attempts of a request that is about to be sent; None if its rule has no fallbacks. ``base``, ``body``:
-        for its own ModelServer, made if not given.
+        """All attempts of a request that is about to be sent; None if its rule has no fallbacks.
+
+        ``addresses``: of its own ModelServer, the first choice first. ``base``, ``body``: for it, made if not given.
+        ``is_paired``: ``body`` is for the decode engine of a pair. ``has_sidecar``: that one's sidecar has the prompt
+        computed.
         """
         arrival = record.arrival_before_dispatch
         fallbacks = arrival.destination.fallbacks
@@ -134,13 +145,14 @@ class FallbackPlanner:
         if base is None:
             base = body_changes(arrival, record.attachment)
             body = changed_body(arrival, base)
-        own, retries = arrival.pool, arrival.pool.spec.traffic_policy.retry.attempts
-        addresses = [own.table.addresses[row] for row in considered.pick.rows[: 1 + retries]]
-        servers, reserves, states = [own.name] * len(addresses), dict[str, FallbackExpectation](), list[FallbackState]()
-        why = _why_alone(arrival, considered)
+        own, given = arrival.pool, arrival.body if body is None else body
+        tried = list(addresses[: 1 + own.spec.traffic_policy.retry.attempts])
+        servers, reserves, states = [own.name] * len(tried), dict[str, FallbackExpectation](), list[FallbackState]()
         if record.fell_back_for:
-            states.append(FallbackState(own.name, addresses[0], _TAKEN[record.fell_back_for]))
-        edited = _EditedBody(arrival, arrival.body if body is None else body)
+            states.append(FallbackState(own.name, tried[0], _TAKEN[record.fell_back_for]))
+        edits = edits_to_unpair(given, changed_body(arrival, base) or arrival.body) if is_paired else ""
+        why = _why_alone(arrival, has_sidecar=has_sidecar) or ("" if edits is not None else _UNCHANGEABLE)
+        edited = _EditedBody(arrival, given, edits or "")
         for one in self._in_order(fallbacks.chain, now):
             found = why or self._reserve(record, one, fallbacks, base, now)
             if isinstance(found, FallbackExpectation) and not edited.may_go_to(found):
@@ -149,7 +161,7 @@ class FallbackPlanner:
                 states.append(FallbackState(one.server, "", found))
                 continue
             to = found.assignment.addresses
-            addresses += to
+            tried += to
             servers += [one.server] * len(to)
             reserves[one.server] = edited.going_to(one.server, found)
             shorter = f", for answers of at most {one.as_fallback.max_output_tokens} tokens" if found.limits else ""
@@ -159,15 +171,16 @@ class FallbackPlanner:
             degraded.append(own.name)
         attempts = PlannedAttempts(
             servers=tuple(servers),
-            addresses=tuple(addresses),
+            addresses=tuple(tried),
             degraded=tuple(degraded),
             splice=edited.splice,
             salt=_salt_in(body, [own, *(one.pool for one in reserves.values())]),
             policy=attempts_route_name(own.spec.traffic_policy, fallbacks.fallback, fallbacks.retry),
             refusals=_takers(fallbacks, reserves),
-            clamps=tuple(edited.clamps.items()),
+            shorter=tuple(edited.shorter),
+            edits=tuple(edited.edits.items()),
         )
-        is_alone = considered.pick.prefill_row is not None or arrival.engine_api is not None
+        is_alone = has_sidecar or arrival.engine_api is not None
         return FallbackPlan(None if is_alone else attempts, reserves, tuple(states))
 
     def _is_for(self, fallback: Destination, why: FallbackReason, waited_s: float, now: float) -> bool:
@@ -231,15 +244,17 @@ class FallbackPlanner:
 class _EditedBody:
     """What fallbacks read otherwise in the body that its own ModelServer gets.
 
-    ``clamps``: see Attempts. An answer that is limited at its own is so at those behind it, too.
+    ``shorter``, ``edits``: see Attempts. An answer that is limited at its own is so at those behind it, too.
+    ``common``: the edits of all fallbacks.
     """
 
-    def __init__(self, arrival: Arrival, body: bytes) -> None:
-        self._own, self._body = arrival, body
+    def __init__(self, arrival: Arrival, body: bytes, common: str) -> None:
+        self._own, self._body, self._common = arrival, body, common
         self._is_short = bool(fallback_token_limits(arrival))
         self._spans: dict[str, Span] = {}
         self.splice = ""
-        self.clamps = {arrival.pool.name: ""} if self._is_short else {}
+        self.shorter = [arrival.pool.name] if self._is_short else []
+        self.edits = dict[str, str]()
 
     def may_go_to(self, there: FallbackExpectation) -> bool:
         """Whether what must differ there has a place in the body."""
@@ -256,19 +271,64 @@ class _EditedBody:
         """``there``, with its answers marked if they are limited."""
         if there.model != self._own.destination.model:
             self.splice = _place(self._spans["model"])
+        edits = self._common + "".join(self._clamp(name, most) for name, most in there.limits.items())
+        if edits:
+            self.edits[server] = edits
         if not self._is_short and not there.limits:
             return there
-        self.clamps[server] = "".join(self._clamp(name, most) for name, most in there.limits.items())
+        self.shorter.append(server)
         return msgspec.structs.replace(there, is_degraded=True)
 
     def _clamp(self, name: str, most: int) -> str:
         span = self._spans.get(name)
-        if span is None:
-            # before the first member: there is one, the model
-            return f'{self._body.index(b"{") + 1},0,"{name}":{most},;'
-        first, end = span
-        value = self._body[first:end]
-        return f"{first},{end - first},{most};" if not value.isdigit() or int(value) > most else ""
+        value = b"" if span is None else self._body[slice(*span)]
+        return "" if value.isdigit() and int(value) <= most else _edit(self._body, name, span, str(most))
+
+
+def edits_to_unpair(paired: bytes, plain: bytes) -> str | None:
+    """The edits that make of ``paired``, as the decode engine of a pair gets a request, what any other engine gets,
+    ``plain``. None: Envoy's filter cannot make them.
+    """
+    fields, wanted, edits = raw_top_level_fields(paired), raw_top_level_fields(plain), list[str]()
+    for name in {**fields, **wanted}:
+        value, text = fields.get(name), wanted.get(name)
+        if value == text:
+            continue
+        span = None if value is None else span_of(paired, value, value)
+        if text is None and span is not None:
+            first, end = _member(paired, name, span)
+            edits.append(f"{first},{end - first},;")
+            continue
+        found = "" if text is None else _text_of(text)
+        if not found:
+            return None
+        edits.append(_edit(paired, name, span, found))
+    return "".join(edits)
+
+
+def _text_of(value: msgspec.Raw) -> str:
+    """JSON as it can stand in an edit, which ends with a semicolon; empty: it cannot."""
+    data = bytes(value)
+    try:
+        return data.decode().replace(";", "\\u003b") if len(data) <= _LONGEST_TEXT else ""
+    except UnicodeDecodeError:
+        return ""
+
+
+def _edit(body: bytes, name: str, span: Span | None, text: str) -> str:
+    """As Envoy's filter reads it: the value of a field, at ``span`` of the body if it has one, is ``text``."""
+    if span is None:
+        # before the first member: there is one, the model
+        return f'{body.index(b"{") + 1},0,"{name}":{text},;'
+    return f"{_place(span)},{text};"
+
+
+def _member(body: bytes, name: str, value: Span) -> Span:
+    """Where a whole field with one of its commas stands, in a body that was made here."""
+    start, end = value[0] - len(name) - len('"":'), value[1]
+    if body[start - 1 : start] == b",":
+        return start - 1, end
+    return start, end + (body[end : end + 1] == b",")
 
 
 def _takes_long(fallback: Destination) -> bool:
@@ -299,14 +359,14 @@ def _takers(fallbacks: Fallbacks, reserves: Collection[str]) -> tuple[tuple[str,
     return tuple(found)
 
 
-def _why_alone(arrival: Arrival, considered: UncommittedPick) -> str:
+def _why_alone(arrival: Arrival, *, has_sidecar: bool) -> str:
     """Why the request can go to no fallback at all; empty: it can."""
     if arrival.engine_api is not None:
         return "the request is translated for its own ModelServer"
     if arrival.adapter is not None:
         return "the request is for an adapter"
-    if considered.pick.prefill_row is not None:
-        return "its prompt is computed by another engine"
+    if has_sidecar:
+        return "a sidecar has its prompt computed by another engine"
     return "its API is not known" if arrival.request.api is None else ""
 
 
@@ -337,10 +397,7 @@ def _salt_in(body: bytes | None, pools: Iterable[Pool]) -> str:
     value = spans_of_fields(body, ("cache_salt",)).get("cache_salt")
     if value is None:
         return ""
-    start, end = value[0] - len(_SALT_NAME), value[1]
-    if body[start - 1 : start] == b",":
-        return _place((start - 1, end))
-    return _place((start, end + (body[end : end + 1] == b",")))
+    return _place(_member(body, "cache_salt", value))
 
 
 def _reserve_at(arrival: Arrival, considered: UncommittedPick, record: RequestRecord) -> FallbackExpectation:

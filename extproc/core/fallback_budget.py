@@ -45,6 +45,8 @@ class FallbackBudgets:
 
     def __init__(self) -> None:
         self._servers: dict[str, FallbackBudget] = {}
+        # by ticket; that of its assignment may be another one when it ends
+        self._places: dict[str, tuple[Pool, int]] = {}
 
     def retain_only(self, servers: Collection[str]) -> None:
         """Forget others that have no requests."""
@@ -54,10 +56,16 @@ class FallbackBudgets:
         """The request is sent to an engine."""
         if run.sent.is_fallback:
             self._of(run.pool.name).sent[run.sent.tenant] += 1
+        self.on_planned(ticket, run)
+
+    def on_planned(self, ticket: str, run: DispatchedRequest) -> None:
+        """Its next ModelServers are known."""
         for server in run.sent.next_servers:
             self._of(server).listed[run.sent.tenant] += 1
+        place = run.pool, run.assignment.endpoint.row
         for server in run.reserves:
-            self._of(server).places.setdefault(_place_of(run), {})[ticket] = run
+            self._places[ticket] = place
+            self._of(server).places.setdefault(place, {})[ticket] = run
 
     def on_stream_closed(self, ticket: str, run: DispatchedRequest) -> None:
         """Its stream is closed."""
@@ -65,8 +73,11 @@ class FallbackBudgets:
             _less(self._of(run.pool.name).sent, run.sent.tenant)
         for server in run.sent.next_servers:
             _less(self._of(server).listed, run.sent.tenant)
+        place = self._places.pop(ticket, None)
+        if place is None:
+            return
         for server in run.reserves:
-            places, place = self._of(server).places, _place_of(run)
+            places = self._of(server).places
             runs = places.get(place, {})
             runs.pop(ticket, None)
             if not runs:
@@ -154,10 +165,6 @@ def _less(counts: Counter[str], tenant: str) -> None:
     counts[tenant] -= 1
     if not counts[tenant]:
         del counts[tenant]
-
-
-def _place_of(run: DispatchedRequest) -> tuple[Pool, int]:
-    return run.pool, run.assignment.endpoint.row
 
 
 def _was_passed_on(run: DispatchedRequest) -> bool:

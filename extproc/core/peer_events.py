@@ -54,7 +54,8 @@ class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     """A request's prefill engine has answered. ``outcome``: what is learned of that engine, None if nothing.
     ``is_done``: the prompt is computed. ``is_leased``: for one decode engine. ``waited_s``: until that got the request.
     ``decode``: that one. ``next``: the address of the prefill engine that is asked now, and ``decode`` is nowhere yet;
-    empty: the decode engine gets the request. ``is_beside``: it has had it all the time.
+    empty: the decode engine gets the request. ``is_beside``: it has had it all the time. ``next_servers``: see
+    SentRequest.
     """
 
     ticket: str
@@ -65,6 +66,7 @@ class RequestPrefilled(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     decode: DecodeTarget
     next: str = ""
     is_beside: bool = False
+    next_servers: tuple[str, ...] = ()
 
 
 class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):

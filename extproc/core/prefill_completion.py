@@ -121,8 +121,15 @@ class PrefillCompletion:
         out.append(PrefillEnded(record.ticket, run.pool.name, leg, goes_on=goes_on))
         try:
             end_remote_prefill(record, run, event, now, out)
+            body = judged.body
+            if then is None and refusal is None:
+                self._dispatcher.add_record(record, RequestState.RUNNING, now)
+                body = body if is_done else changed_body(asked.arrival, asked.base)
+                pending = self._dispatcher.plan_after_prefill(
+                    record, run, pending, asked.base, now, out, body=body, is_paired=is_done
+                )
             if self._has_peers:
-                out.append(Broadcast(event))
+                out.append(Broadcast(msgspec.structs.replace(event, next_servers=run.sent.next_servers)))
             if then is not None:
                 self._ask_next(record, then, pending, now, out)
                 return
@@ -131,12 +138,11 @@ class PrefillCompletion:
                 go_elsewhere()
                 return
             if refusal is None:
-                self._dispatcher.add_record(record, RequestState.RUNNING, now)
                 decision = self._dispatcher.make_decision(
                     record,
                     run,
                     pending,
-                    body=judged.body if is_done else changed_body(asked.arrival, asked.base),
+                    body=body,
                     leg=leg,
                     is_leased=event.is_leased,
                     request_id=asked.request_id if is_done and asked.protocol.joins_by_request_id else "",

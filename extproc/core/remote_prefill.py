@@ -64,6 +64,8 @@ _MOST_TRIES: Final = 3
 _PATIENCE_S: Final = 2.0
 _PATIENCE: Final = 4.0
 _SHARE_OF_UNKNOWN: Final = 0.5
+# A prefill engine of SGLang may answer so, or not at all, because its decode engine has died.
+_UNSURE: Final = frozenset({500, 504})
 # As Envoy answers for an engine that does.
 _STATUSES: Final = {"unreachable": 503, "timeout": 504, "unreadable": 502, "no_parameters": 502}
 
@@ -277,9 +279,11 @@ def end_remote_prefill(
     before, pool = run.assignment, run.pool
     if before.prefill is None:
         return
-    if event.outcome is not None:
+    if event.outcome is not None and event.is_beside and run.sent.next_servers and event.outcome.status in _UNSURE:
+        run.unjudged = _run_of_leg(run), event.outcome
+    elif event.outcome is not None:
         # what is learned is an estimate; what is counted must be undone
-        learn = partial(_learn, _run_of_leg(run), event.outcome, now, out, is_ours=record.is_decided_here)
+        learn = partial(learn_from_leg, _run_of_leg(run), event.outcome, now, out, is_ours=record.is_decided_here)
         run_or_report_fault(out, "a prefill could not be learned from", learn)
     if event.next:
         run.assignment, run.pins = pool.move_prefill(before, run.pins, run.sent.chain, event.next, now)
@@ -297,12 +301,15 @@ def end_remote_prefill(
         # what one engine has fetched is gone: another one would read what is not its own
         assignment = msgspec.structs.replace(assignment, addresses=assignment.addresses[:1])
     checks_refusal = run.sent.checks_refusal if len(assignment.addresses) > 1 else None
-    run.sent = msgspec.structs.replace(run.sent, waited_s=event.waited_s, checks_refusal=checks_refusal)
+    run.sent = msgspec.structs.replace(
+        run.sent, waited_s=event.waited_s, checks_refusal=checks_refusal, next_servers=event.next_servers
+    )
     run.assignment, run.sent_at_s = assignment, now
     count_prefill_end(record, run, before)
 
 
-def _learn(leg: DispatchedRequest, outcome: Outcome, now: float, out: list[Effect], *, is_ours: bool) -> None:
+def learn_from_leg(leg: DispatchedRequest, outcome: Outcome, now: float, out: list[Effect], *, is_ours: bool) -> None:
+    """Of an engine that has, or has not, computed a prompt for another one."""
     record_endpoint_outcome(leg, outcome, now, out)
     update_estimates(leg, outcome, now, is_ours=is_ours, has_limits=False)
 

@@ -314,7 +314,8 @@ class PlannedAttempts(msgspec.Struct, frozen=True):
     ModelServers whose answers are marked. ``splice``: where the model's name stands in the body, empty if all have the
     same. ``salt``: where its cache salt stands, which providers do not get; empty if it has none, or no provider is
     asked. ``policy``: of Envoy's route. ``refusals``: by class, the ModelServers that take what others refuse for it.
-    ``clamps``: ModelServers that write shorter answers than the client asks for, and what they change in the body.
+    ``shorter``: ModelServers that write shorter answers than the client asks for. ``edits``: by ModelServer, what else
+    it reads otherwise in the body.
     """
 
     servers: tuple[str, ...]
@@ -324,7 +325,8 @@ class PlannedAttempts(msgspec.Struct, frozen=True):
     salt: str = ""
     policy: str = ""
     refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    clamps: tuple[tuple[str, str], ...] = ()
+    shorter: tuple[str, ...] = ()
+    edits: tuple[tuple[str, str], ...] = ()
 
 
 class FallbackState(msgspec.Struct, frozen=True):
@@ -338,8 +340,8 @@ class FallbackState(msgspec.Struct, frozen=True):
 
 
 class FallbackPlan(msgspec.Struct, frozen=True):
-    """``attempts``: None if its endpoints may change before it is sent. ``reserves``: by ModelServer. ``states``: of
-    each fallback of the rule, in words.
+    """``attempts``: None if it is translated, or a sidecar has its prompt computed. ``reserves``: by ModelServer.
+    ``states``: of each fallback of the rule, in words.
     """
 
     attempts: PlannedAttempts | None
@@ -361,8 +363,9 @@ class DispatchedRequest(msgspec.Struct):
     the address of the engine that has computed its prompt on a leg of its own, empty if the one that answers does.
     ``is_part``: it is such a leg, or an attempt after others: its duration is not that of a whole answer. ``has_leg``:
     its engine gets it after such a leg. ``leg``: the end of one beside it. ``is_aborted``: that failed, so its engine
-    answers an error without a fault. ``attempts``: None without fallbacks. ``reserves``: of those that may serve it, by
-    ModelServer.
+    answers an error without a fault. ``unjudged``: that leg, as a request of its own, and its outcome, while it is not
+    known whether the decode engine has failed first. ``attempts``: None without fallbacks. ``reserves``: of those that
+    may serve it, by ModelServer.
     """
 
     pool: Pool
@@ -390,6 +393,7 @@ class DispatchedRequest(msgspec.Struct):
     is_part: bool = False
     leg: PrefillLegResult | None = None
     is_aborted: bool = False
+    unjudged: tuple[DispatchedRequest, Outcome] | None = None
     attempts: PlannedAttempts | None = None
     reserves: Mapping[str, FallbackExpectation] = NO_RESERVES
 

@@ -22,7 +22,7 @@ from extproc.core.outcome_feedback import (
     update_estimates,
 )
 from extproc.core.peer_events import RequestEnded
-from extproc.core.remote_prefill import end_remote_prefill
+from extproc.core.remote_prefill import end_remote_prefill, learn_from_leg
 from extproc.core.request_states import IN_FLIGHT, RequestEvent, RequestState
 from extproc.core.slo_verdicts import answer_latencies, judge_client_left, judge_outcome
 from extproc.scheduling.model_check import on_model_outcome
@@ -137,7 +137,10 @@ class RunningRequests:
         """The prefill of another process's request has ended."""
         record = self._records.get(event.ticket)
         if record is not None and record.run is not None and record.state in IN_FLIGHT and not record.is_decided_here:
+            is_planned = bool(record.run.sent.next_servers)
             end_remote_prefill(record, record.run, event, now, out)
+            if not is_planned:
+                self._budgets.on_planned(event.ticket, record.run)
 
     def settle(self, outcome: Outcome, now: float, out: list[Effect]) -> None:
         """Learn from the outcome of a request, and correct what it was charged."""
@@ -235,8 +238,10 @@ class RunningRequests:
 
 def _learn(record: RequestRecord, run: DispatchedRequest, outcome: Outcome, now: float, out: list[Effect]) -> None:
     count_outcome(record, run, outcome)
-    if run.is_aborted:
+    if run.is_aborted and not _has_lost_its_engine(run, outcome):
         # at our request
+        if run.unjudged is not None:
+            learn_from_leg(*run.unjudged, now, out, is_ours=record.is_decided_here)
         return
     if outcome.is_of_gateway:
         release_untried_probes(run)
@@ -250,6 +255,12 @@ def _learn(record: RequestRecord, run: DispatchedRequest, outcome: Outcome, now:
         forget_missing_adapter(run, outcome, now)
     if run.is_for_model:
         on_model_outcome(run.pool, outcome.served, outcome.status, run.api)
+
+
+def _has_lost_its_engine(run: DispatchedRequest, outcome: Outcome) -> bool:
+    """Whether a fallback has it because its engine was gone: one that ends it at our request answers 500."""
+    is_elsewhere = outcome.served_by not in {"", run.pool.name}
+    return is_elsewhere and run.assignment.endpoint.address not in outcome.errors
 
 
 def _is_answered(outcome: Outcome) -> bool:

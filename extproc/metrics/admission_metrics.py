@@ -206,7 +206,7 @@ class PrefillMetrics:
     def count_answer(self, settled: OutcomeJoined) -> None:
         """What became of a prompt that another engine had computed."""
         if settled.prefilled_by:
-            self._answers.add(settled.server, _use_of_prefill(settled))
+            self._answers.add(settled.fell_back_from or settled.server, _use_of_prefill(settled))
 
     def count_not_disaggregated(self, decision: Decision) -> None:
         """A request goes to an engine whose prompt no other one may compute."""
@@ -218,7 +218,7 @@ def _use_of_prefill(settled: OutcomeJoined) -> str:
     the request beside the prefill: such engines compute no prompts.
     """
     outcome = settled.outcome
-    if outcome.status and not 200 <= outcome.status < 300:
+    if settled.fell_back_from or (outcome.status and not 200 <= outcome.status < 300):
         return "failed"
     if outcome.status and settled.leg is not None:
         return "decoded"

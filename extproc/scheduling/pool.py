@@ -143,6 +143,11 @@ class UncommittedPick(msgspec.Struct, frozen=True):
     pick: Pick
     notes: tuple[SessionNote, ...] = ()
 
+    @property
+    def addresses(self) -> list[str]:
+        """First choice, then fallbacks."""
+        return [self.view.table.addresses[row] for row in self.pick.rows]
+
 
 class Pool:
     """One ModelServer's endpoints.

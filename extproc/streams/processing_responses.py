@@ -355,7 +355,7 @@ def _complete(directive: TranslationDirective, decision: Decision) -> Translatio
 def _groups(
     servers: tuple[str, ...],
     degraded: tuple[str, ...],
-    clamped: tuple[str, ...],
+    shorter: tuple[str, ...],
     refusals: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> bytes:
     """Of a Struct: the cluster of each attempt, whose answers are marked, and who takes what others refuse."""
@@ -367,8 +367,8 @@ def _groups(
         cluster = group["clusters"].list_value.values.add().struct_value.fields
         cluster["cluster_name"].string_value = SERVER_CLUSTER + server
         cluster["weight"].number_value = 1
-    for server in {*degraded, *clamped}:
-        how = ", ".join((*("model",) * (server in degraded), *("max_tokens",) * (server in clamped)))
+    for server in {*degraded, *shorter}:
+        how = ", ".join((*("model",) * (server in degraded), *("max_tokens",) * (server in shorter)))
         found.fields[DEGRADED_SERVERS].struct_value.fields[server].string_value = how
     for kind, takes in refusals:
         for server in takes:
@@ -378,13 +378,12 @@ def _groups(
 
 def _route_metadata(attempts: PlannedAttempts) -> bytes:
     """Of a ProcessingResponse, beside ``_metadata``: of one message's two values of a field, the parts are merged."""
-    clamped = tuple([server for server, _ in attempts.clamps])
-    members = _groups(attempts.servers, attempts.degraded, clamped, attempts.refusals)
+    members = _groups(attempts.servers, attempts.degraded, attempts.shorter, attempts.refusals)
     for name, place in ((SPLICE, attempts.splice), (SALT, attempts.salt)):
         members += b"".join(_member(name).fill(place.encode())) if place else b""
-    if clamped:
-        clamps = Struct(fields={server: Value(string_value=text) for server, text in attempts.clamps})
-        members += Struct(fields={CLAMPS: Value(struct_value=clamps)}).SerializeToString()
+    if attempts.edits:
+        edits = Struct(fields={server: Value(string_value=text) for server, text in attempts.edits})
+        members += Struct(fields={CLAMPS: Value(struct_value=edits)}).SerializeToString()
     return encode_field(
         _METADATA_TAG,
         encode_field(_FIELDS_TAG, _ROUTE_KEY + encode_field(_ENTRY_VALUE_TAG, encode_field(_STRUCT_TAG, members))),
@@ -393,7 +392,7 @@ def _route_metadata(attempts: PlannedAttempts) -> bytes:
 
 def _leg_headers(decision: Decision) -> bytes:
     """Of a request whose prompt extproc has had prefilled."""
-    no_retry = _NO_RETRY if decision.is_leased else b""
+    no_retry = _NO_RETRY if decision.is_leased and decision.attempts is None else b""
     return no_retry + (b"".join(_REQUEST_ID.fill(decision.request_id.encode())) if decision.request_id else b"")
 
 

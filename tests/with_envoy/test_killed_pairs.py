@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from controller.usage.rows import UsageRow
     from tests.with_envoy.test_fallback import Gateway
 
-# A prompt takes a second, and an answer of a thousand tokens longer than any test.
+# A prompt takes a second, SGLang's engines meet in five, and an answer of a thousand tokens is longer than any test.
 SLOW: Final = "0.02"
 # A prompt takes ten seconds.
 SLOWER: Final = "0.002"
@@ -36,7 +36,11 @@ LONG: Final = 1000
 
 
 class Scene:
-    """``log``: of usage. ``messages``: extproc's log. ``pids``, ``urls``: of the engines, by role."""
+    """``log``: of usage. ``messages``: extproc's log. ``pids``, ``urls``: of the engines, by role. ``body``: what each
+    request has.
+    """
+
+    body: Final = {"model": "llama", "messages": [{"role": "user", "content": PROMPT}]}
 
     def __init__(self, gateway: Gateway, spare: Spare, log: Path, messages: Path) -> None:
         self.gateway = gateway
@@ -55,9 +59,12 @@ class Scene:
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
         return any(float(line.split()[-1]) > 0 for line in page.splitlines() if line.startswith(names))
 
+    async def has_leg(self) -> bool:
+        """Whether extproc waits for the prefill engine."""
+        return any((await self.gateway.values("attache_prefill_legs_in_flight")).values())
+
     async def ask(self, **fields: object) -> httpx.Response:
-        body = {"model": "llama", "messages": [{"role": "user", "content": PROMPT}], **fields}
-        return await self.gateway.http.post(f"{self.gateway.url}/v1/chat/completions", json=body)
+        return await self.gateway.http.post(f"{self.gateway.url}/v1/chat/completions", json=self.body | fields)
 
     def blamed(self) -> set[str]:
         """The roles of engines whose breaker has opened, as extproc's log has it."""
@@ -83,19 +90,24 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(directory: Path, *, speed: str = SLOW, **group: object) -> AsyncIterator[Scene]:
+async def scene_of(
+    directory: Path, *, connector: str = "NixlConnector", speed: str = SLOW, **group: object
+) -> AsyncIterator[Scene]:
     spare = Spare("spare", [])
     await spare.start()
     ports = free_ports(4)
     roles = {"prefill": ("kv_producer", ports[0], ports[1]), "decode": ("kv_consumer", ports[2], ports[3])}
     endpoints = [{"address": f"127.0.0.1:{port}", "labels": {"role": role}} for role, (_, port, _) in roles.items()]
+    engine = {"engine": "SGLang"} if connector == "bootstrap_room" else {}
+    if engine:
+        group["transferPort"] = ports[1]
     # what Envoy ejects is for other tests
     policy = {"trafficPolicy": {"outlierDetection": {"consecutiveFailures": 1000}}, "scrapeInterval": "0s"}
     documents = [
         document(
             "ModelServer",
             "llama",
-            {"model": "llama", "endpoints": endpoints, "pdGroup": pairs("NixlConnector", **group), **policy},
+            {"model": "llama", "endpoints": endpoints, "pdGroup": pairs(connector, **group), **policy, **engine},
         ),
         document("ModelServer", "spare", {"model": "small", "endpoints": [{"address": spare.address}], **policy}),
         route("llama", {"targetModels": [{"modelServerName": "llama"}], "fallback": [{"modelServerName": "spare"}]}),
@@ -108,7 +120,7 @@ async def scene_of(directory: Path, *, speed: str = SLOW, **group: object) -> As
     ):
         scene = Scene(gateway, spare, log, directory / "stack" / "extproc.log")
         for role, (kind, port, side) in roles.items():
-            transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": kind})
+            transfer = json.dumps({"kv_connector": "SGLang" if engine else connector, "kv_role": kind})
             command = [sys.executable, "-m", "attache", "engine", "--port", str(port), "--model", "llama"]
             command += ["--side-channel-port", str(side), "--kv-transfer-config", transfer, "--speed", speed]
             scene.urls[role] = f"http://127.0.0.1:{port}"
@@ -149,19 +161,54 @@ async def test_a_prefill_engine_that_dies_while_it_computes_leaves_the_request_t
         await eventually(lambda: scene.blamed() == {"prefill"})
 
 
-async def test_a_decode_engine_that_dies_before_its_first_byte_is_blamed_alone(tmp_path: Path) -> None:
-    async with scene_of(tmp_path) as scene:
-        asking = asyncio.create_task(scene.ask(max_tokens=LONG))
-        await eventually(lambda: scene.works("decode"))
+@pytest.mark.parametrize(
+    ("connector", "speed", "is_prefilled", "stream"),
+    [
+        ("NixlConnector", SLOW, True, False),
+        ("NixlConnector", SLOWER, False, False),
+        ("NixlConnector", SLOWER, False, True),
+        ("bootstrap_room", SLOW, False, False),
+    ],
+)
+async def test_a_decode_engine_that_dies_before_its_first_byte_is_blamed_alone(
+    tmp_path: Path, connector: str, speed: str, *, is_prefilled: bool, stream: bool
+) -> None:
+    """``is_prefilled``: its prompt is computed by then. Headers of a stream come before its first token."""
+    async with scene_of(tmp_path, connector=connector, speed=speed) as scene:
+        asking = asyncio.create_task(scene.ask(max_tokens=LONG, stream=stream, temperature=0.25))
+        await eventually(lambda: scene.works("decode") if is_prefilled else scene.has_leg())
         scene.kill("decode")
         answer = await asking
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_engine")
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-attache-served-by"] == "default/spare"
         row = await scene.is_over()
-        assert (row.endpoint, row.ended, row.attempts) == (scene.address("decode"), "engine", 1)
-        assert (row.input, row.output) == (0, 0)
-        # what the prefill engine keeps is for that engine alone
-        assert not scene.spare.got
+        assert (row.server, row.endpoint, row.attempts, row.is_failed) == (
+            "default/spare",
+            scene.spare.address,
+            2,
+            False,
+        )
+        # what stands in it of the KV cache is for the engine that has died
+        (got,) = map(json.loads, scene.spare.got)
+        asked = {**scene.body, "max_tokens": LONG, "stream": stream, "temperature": 0.25}
+        usage = {"stream_options": {"include_usage": True}} if stream else {}
+        assert got == {**asked, **usage, "model": "small"}
         await eventually(lambda: scene.blamed() == {"decode"})
+
+
+async def test_a_prefill_engine_of_sglang_that_dies_is_blamed_alone_and_the_fallback_answers(tmp_path: Path) -> None:
+    """extproc has the decode engine end the request, which is an error of that engine for Envoy."""
+    async with scene_of(tmp_path, connector="bootstrap_room") as scene:
+        asking = asyncio.create_task(scene.ask(max_tokens=LONG))
+        await eventually(scene.has_leg)
+        scene.kill("prefill")
+        answer = await asking
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-attache-served-by"] == "default/spare"
+        row = await scene.is_over()
+        assert (row.server, row.attempts, row.is_failed) == ("default/spare", 2, False)
+        assert len(scene.spare.got) == 1
+        await eventually(lambda: scene.blamed() == {"prefill"})
 
 
 async def test_a_stream_whose_decode_engine_dies_breaks(tmp_path: Path) -> None:

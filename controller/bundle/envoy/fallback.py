@@ -2,10 +2,10 @@
 """Fallback across ModelServers: routes whose attempts go to several clusters, and what each of these clusters adds.
 
 An attempt goes to the cluster that stands at its place in a list. extproc writes that list into dynamic metadata; a
-route without extproc has one of its own. The body is the same for all attempts but for the model's name, and the
-answer's length where extproc limits it: a Lua filter of each cluster puts its own in, at the place that the metadata
-name. Requests of these routes have Envoy's high priority, whose only use is a retry budget of its own: it bounds what a
-cluster gets from others, and leaves its own retries alone.
+route without extproc has one of its own. The body is the same for all attempts but for the model's name, the answer's
+length where extproc limits it, and what is for the decode engine of a pair alone: a Lua filter of each cluster puts its
+own in, or nothing, at the places that the metadata name. Requests of these routes have Envoy's high priority, whose
+only use is a retry budget of its own: it bounds what a cluster gets from others, and leaves its own retries alone.
 
 Envoy decides by the headers of an answer whether another attempt follows. What an engine refuses for the length or the
 content of the prompt shows in the body alone: where a fallback takes such requests, the filter holds a short error

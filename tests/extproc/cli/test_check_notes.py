@@ -416,13 +416,25 @@ def test_a_fallback_that_helps_is_not_noted(check: Check) -> None:
         ({"cacheIsolation": "User"}, "has another cacheIsolation, so requests would need another body there"),
         (
             {"pdGroup": {"prefillLabels": {"role": "p"}, "decodeLabels": {"role": "d"}}},
-            "gets no request whose prompt another engine computes",
+            "gets no request after an attempt elsewhere if another of its engines would compute the prompt",
         ),
     ],
 )
 def test_a_fallback_that_cannot_help(check: Check, spare: dict[str, Any], note: str) -> None:
     found = check(ModelServer_spare={**SERVER, **spare}, ModelRoute=fallback_to("spare"))
     assert any(f"ModelRoute default/llama: rules[0].fallback: ModelServer default/spare {note}" in one for one in found)
+
+
+@pytest.mark.parametrize("leg", ["Sidecar", "Gateway"])
+def test_a_fallback_behind_a_prefill_decode_pair(check: Check, leg: str) -> None:
+    own = pairs("a", "a")
+    own["pdGroup"]["leg"] = leg
+    if leg == "Gateway":
+        own["pdGroup"]["connector"] = "NixlConnector"
+    found = check(ModelServer=own, ModelServer_spare=SERVER, ModelRoute=fallback_to("spare"))
+    notes = [one for one in found if "gets no request" in one]
+    assert len(notes) == (leg == "Sidecar"), notes
+    assert all("default/spare gets no request that has gone to a sidecar of a target" in one for one in notes)
 
 
 TRANSLATING: Final = {"apis": ["ChatCompletions"], "translation": "Lenient"}

@@ -855,9 +855,9 @@ def test_answers_of_a_fallback_may_be_shorter(
     assert own.attempts is not None
     body = arrival.body if own.body is None else own.body
     sent_body = json.loads(body)
-    clamps = dict(own.attempts.clamps)
-    assert clamps.keys() == (set() if shorter is None else {"default/b"})
-    assert edited(body, clamps.get("default/b", "")) == {**sent_body, **(shorter or {})}
+    edits = dict(own.attempts.edits)
+    assert edits.keys() == {*own.attempts.shorter} == (set() if shorter is None else {"default/b"})
+    assert edited(body, edits.get("default/b", "")) == {**sent_body, **(shorter or {})}
     # its own engines are asked for what the client wants
     assert {name: sent_body.get(name) for name in fields} == {**fields}
     assert own.history.explanation is not None
@@ -872,8 +872,8 @@ def test_answers_of_a_fallback_may_be_shorter(
     there = json.loads(own.body)
     assert {name: there.get(name) for name in shorter or {}} == (shorter or {})
     assert own.attempts is not None
-    marked = {} if shorter is None else {"default/b": "", "default/c": ""}
-    assert dict(own.attempts.clamps) == marked
+    assert own.attempts.shorter == (() if shorter is None else ("default/b", "default/c"))
+    assert not own.attempts.edits
 
 
 def test_the_usage_log_knows_whose_answers_are_shorter() -> None:
