@@ -244,7 +244,7 @@ class FallbackPlanner:
 class _EditedBody:
     """What fallbacks read otherwise in the body that its own ModelServer gets.
 
-    ``shorter``, ``edits``: see Attempts. An answer that is limited at its own is so at those behind it, too.
+    ``shorter``, ``edits``: see PlannedAttempts. An answer that is limited at its own is so at those behind it, too.
     ``common``: the edits of all fallbacks.
     """
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pytest
-from extproc.streams.processing_responses import decision_answer
-from extproc.wire_names import CLAMPS, ROUTE_NAMESPACE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +23,8 @@ from extproc.metrics.request_metrics import Metrics
 from extproc.request.json_rewrite import raw_top_level_fields, with_changes
 from extproc.request.prefill_protocols import PROTOCOLS, PrefillAttempt
 from extproc.streams.messages import ProcessingResponse
+from extproc.streams.processing_responses import decision_answer
+from extproc.wire_names import CLAMPS, ROUTE_NAMESPACE
 from tests.extproc.core.test_fallback import SALTED, edited
 from tests.extproc.core.test_prefill_completion import (
     BUDGET,
@@ -46,11 +46,10 @@ from tests.extproc.request.test_prefill_protocols import PARSERS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from extproc.wire_names import Api
-
     from extproc.api.model_server import Connector
     from extproc.core.effects import Effect
-    from extproc.core.request_record import Attempts
+    from extproc.core.request_record import PlannedAttempts
+    from extproc.wire_names import Api
 
 TRY: Final = PrefillAttempt("t-1-1", "10.0.0.11", 5710, "7c0d")
 # What the prefill engine answers, for whichever connector.
@@ -64,7 +63,7 @@ SHORT: Final = "fallback: [{modelServerName: spare, degrade: {maxOutputTokens: 1
 SERVED: Final = Outcome("", 200, S, 2.0, 1.0, 410, 6, 0, served_by=SPARE, attempts=2)
 
 
-def attempts_of(found: Decision) -> Attempts:
+def attempts_of(found: Decision) -> PlannedAttempts:
     assert found.attempts is not None
     return found.attempts
 
@@ -233,7 +232,7 @@ def test_what_any_engine_finds_is_tried_at_another_one_first_if_it_is_not_leased
 def test_the_decode_engine_alone_is_blamed_and_the_fallback_is_charged() -> None:
     spare = f"endpoints: [{{address: {S}}}], pricing: [{{perMillion: {{input: 3, output: 30}}}}]"
     scene = Scene(with_fallback(spare=spare, others=PRICED, route=BUDGET) + USAGE_LOG)
-    scene.core.on_wall_clock(1_000_000.0, 0.0)
+    scene.core.align_with_wall_clock(1_000_000.0, 0.0)
     _, asked, _ = scene.arrive(1.0, max_tokens=500)
     reserved = scene.spent()
     found = decision(scene.answer(asked.ticket, 1.5))
