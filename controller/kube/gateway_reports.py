@@ -211,8 +211,8 @@ class DemandFeed:
         rng: Random,
         trusted: Collection[str] = (),
     ) -> None:
-        """``gateways``: the pods with the label ``attache.dev/tells-loads``, by key; call ``gateways_changed`` when
-        they change.
+        """``gateways``: the pods with the label ``attache.dev/tells-loads``, by key; call ``on_gateways_changed``
+        when they change.
         """
         self._gateways = gateways
         self._on_demand = on_demand

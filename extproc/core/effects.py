@@ -213,7 +213,7 @@ class EngineStarted(msgspec.Struct, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True):
-    """Have the engine at ``address`` load an adapter, then ``on_result`` with a LoadResult.
+    """Have the engine at ``address`` load an adapter, then ``on_work_result`` with a LoadResult.
 
     ``source``: where its weights are. ``unload``: the adapters that are unloaded first. ``timeout_s``: for all of
     it.
@@ -228,7 +228,7 @@ class LoadAdapter(msgspec.Struct, frozen=True):
 
 
 class Prefill(msgspec.Struct, frozen=True):
-    """Have the engine at ``address`` compute a request's prompt for another, then ``on_result`` with a PrefillResult.
+    """Have the engine at ``address`` compute a request's prompt for another, then ``on_work_result`` with its result.
 
     ``headers``: of the request, for both engines. ``timeout_s``: for all of it. ``query_port``: where the
     engine's id is asked for first; 0: it need not be known. ``is_beside``: the other engine has the request meanwhile.

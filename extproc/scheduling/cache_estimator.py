@@ -73,7 +73,7 @@ class TieredPrefixIndexes:
         }
 
     def limit_blocks(self, most_blocks: int) -> None:
-        """Remove an endpoint's records, in each tier."""
+        """Track so many blocks of an endpoint at most, in each tier."""
         for index in self._indexes.values():
             index.most_blocks = most_blocks
 

@@ -167,7 +167,7 @@ class ContainerStateMachine:
 
 
 class StartProcess(msgspec.Struct, frozen=True):
-    """Start a container's process and report ``started`` or ``cannot_start``, later ``exited``."""
+    """Start a container's process and call ``on_started`` or ``on_start_failed``, later ``on_exit``."""
 
     container: str
 

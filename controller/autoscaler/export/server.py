@@ -42,7 +42,7 @@ class ExportSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExportServer:
-    """``run`` does all of it. ``use`` gets the certificate of the external metrics API."""
+    """``run`` does all of it. ``set_certificate`` gets the certificate of the external metrics API."""
 
     def __init__(self, client: Client, settings: ExportSettings, callers: RequestAuthorizer) -> None:
         self._settings = settings

@@ -232,7 +232,7 @@ def processing_mode(*, reads_body: bool, logs_payloads: bool) -> ProcessingMode:
     """Send headers and the whole body, nothing of the answer. With header mode SKIP Envoy holds no requests. Where
     there is a payload log, extproc gets the answer's headers, and asks for the body of one that is logged.
 
-    ``body_reading_filter``: requests cannot be decided by their headers. Of others Envoy would end the stream as soon
+    ``reads_body``: requests cannot be decided by their headers. Of others Envoy would end the stream as soon
     as they are decided, and so their count as in flight; it waits for an answer's trailers, which HTTP/1 has none of.
     """
     header, body = ProcessingModeHeaderSendMode, ProcessingModeBodySendMode

@@ -256,7 +256,7 @@ def _route(
 def _with_configs(
     found: Route, rule: GatewayApiRule, off: Configs, of_targets: Sequence[Configs | None]
 ) -> dict[str, object]:
-    """``found`` with its filters' metadata. ``convert_targets``: None for those without inference.
+    """``found`` with its filters' metadata. ``of_targets``: None for those without inference.
 
     Most of these are alike: they are made once and inserted as plain data.
     """

@@ -416,7 +416,7 @@ class ModelServerCompiler:
         self._stale |= {one for one in self._states if namespace_of(one) == namespace}
 
     def on_referenced_changed(self, kind: str, key: str) -> None:
-        """An object that ``read`` gives has changed. ``kind``: as a pointer's ``compiled_as``."""
+        """An object that ``read`` gives has changed. ``kind``: as a pointer's ``compiler_kind``."""
         self._stale |= {
             name
             for name, one in self.results.items()

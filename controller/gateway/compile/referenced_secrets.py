@@ -2,7 +2,7 @@
 """Secrets and ConfigMaps that other objects point to, as files of the directory; connections to engines out of them.
 
 Only referenced objects are read from the cluster. A compiler reports them in ``Outcome.pointers``, receives each by
-``put`` under the pointer's ``compiled_as``, and turns it into files with ``referenced_file``. A connection is used
+``put`` under the pointer's ``compiler_kind``, and turns it into files with ``referenced_file``. A connection is used
 completely or not at all: an engine is never reached without the TLS and the key that its ModelServer requires.
 """
 

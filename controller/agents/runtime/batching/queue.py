@@ -40,7 +40,7 @@ class _Group(Generic[T]):
 
 class BatchQueue(Generic[T]):
     """``T``: a request, which is hashable. The lists that methods return are batches that leave now: each is under way
-    until ``on_end`` is called for it.
+    until ``on_call_ended`` is called.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -63,7 +63,7 @@ class BatchQueue(Generic[T]):
         return sum(len(one.waiting) for one in self._groups.values())
 
     def try_reserve(self, size: int) -> bool:
-        """Whether a request of so many bytes may be held; it is then, until ``release``."""
+        """Whether a request of so many bytes may be held; it is then, until ``release_reserved``."""
         if self.held >= self.limits.max_held or self.held_bytes + size > self.limits.max_bytes:
             return False
         self.held += 1
