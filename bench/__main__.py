@@ -20,7 +20,7 @@ from rich.console import Console
 
 from bench.autoscale import command as autoscale_command
 from bench.engine.hardware import GPUS, LINKS
-from bench.lab import export, lab_command, replay_command, workload_command
+from bench.lab import export, lab_command, replay_command, workload_stats_command
 from bench.lab.engine_model_validation import unmeasured_hardware, validate
 from bench.lab.hardware_spec_parser import HardwareUnknown, gpus_of, is_file
 from bench.lab.lab_command import TRACES
@@ -171,7 +171,7 @@ _PROGRAMS: Final = (
         "workload",
         "Describe a trace or a generator: lengths, and how much of its prompts could be cached",
         _add_trace,
-        workload_command.describe_workload,
+        workload_stats_command.describe_workload,
     ),
     BenchCommand("validate", "Compare the simulated engine with measurements of real ones", _add_runs, _validate),
     BenchCommand(

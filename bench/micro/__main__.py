@@ -27,7 +27,7 @@ from bench.stack.processes import StartFailed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.micro.compared_servers import MeasuredCase
+    from bench.micro.compared_servers import BenchmarkCase
 
 _WIDTH = 230  # of the table where there is no terminal
 
@@ -100,7 +100,7 @@ def _effort(options: argparse.Namespace) -> overhead.MeasurementEffort:
 
 
 async def _measure(
-    console: Console, cases: Sequence[MeasuredCase], effort: overhead.MeasurementEffort, *, against: Path | None
+    console: Console, cases: Sequence[BenchmarkCase], effort: overhead.MeasurementEffort, *, against: Path | None
 ) -> BenchReport:
     if not GATEWAY_PYTHON.is_file():
         console.print(GATEWAY_MISSING)

@@ -47,7 +47,7 @@ _DIRECT: Final = {
 }
 
 
-class MeasuredCase(msgspec.Struct, frozen=True):
+class BenchmarkCase(msgspec.Struct, frozen=True):
     """One configuration and one size of prompts.
 
     ``renamed``: requests have a short model name, as in the README, so the body is rewritten with the engines' name.
@@ -100,7 +100,7 @@ class ComparedServers:
 
     def __init__(
         self,
-        case: MeasuredCase,
+        case: BenchmarkCase,
         directory: Path,
         processes: Processes,
         others: Mapping[str, Sequence[str]] | None = None,
@@ -248,7 +248,7 @@ class PortProbe:
 class GrpcProbe:
     """Whether a call of gRPC is answered well."""
 
-    def __init__(self, port: int, case: MeasuredCase) -> None:
+    def __init__(self, port: int, case: BenchmarkCase) -> None:
         self._port, self._case = port, case
 
     async def __call__(self) -> bool:

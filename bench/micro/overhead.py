@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from bench.micro.compared_servers import ANSWER_BY_ENVOY, ComparedServers, MeasuredCase
+from bench.micro.compared_servers import ANSWER_BY_ENVOY, BenchmarkCase, ComparedServers
 from bench.micro.http_load import RequestLoad
 from bench.reporting.request_results import nearest_rank
 from bench.stack.processes import Processes, StartFailed, cpu_seconds, is_running, peak_rss_bytes, thread_cpu_seconds
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from bench.micro.compared_servers import MeasuredServer
 
 CASES: Final = (
-    MeasuredCase(2_000, 8),
-    MeasuredCase(2_000, 100),
-    MeasuredCase(100_000, 8),
-    MeasuredCase(100_000, 100),
-    MeasuredCase(400_000, 8),
-    MeasuredCase(400_000, 100),
-    MeasuredCase(2_000, 8, renamed=False),
-    MeasuredCase(2_000, 100, renamed=False, in_pieces=True),
-    MeasuredCase(400_000, 100, renamed=False, in_pieces=True),
-    MeasuredCase(2_000, 8, by_path=True),
-    MeasuredCase(400_000, 8, by_path=True),
-    MeasuredCase(2_000, 8, by_call=True),
-    MeasuredCase(400_000, 8, by_call=True),
+    BenchmarkCase(2_000, 8),
+    BenchmarkCase(2_000, 100),
+    BenchmarkCase(100_000, 8),
+    BenchmarkCase(100_000, 100),
+    BenchmarkCase(400_000, 8),
+    BenchmarkCase(400_000, 100),
+    BenchmarkCase(2_000, 8, renamed=False),
+    BenchmarkCase(2_000, 100, renamed=False, in_pieces=True),
+    BenchmarkCase(400_000, 100, renamed=False, in_pieces=True),
+    BenchmarkCase(2_000, 8, by_path=True),
+    BenchmarkCase(400_000, 8, by_path=True),
+    BenchmarkCase(2_000, 8, by_call=True),
+    BenchmarkCase(400_000, 8, by_call=True),
 )
-QUICK_CASES: Final = (MeasuredCase(2_000, 8), MeasuredCase(100_000, 8))
+QUICK_CASES: Final = (BenchmarkCase(2_000, 8), BenchmarkCase(100_000, 8))
 
 
 class LoadPhase(msgspec.Struct, frozen=True):
@@ -91,12 +91,12 @@ class OverheadResult(msgspec.Struct, frozen=True):
 class CaseResult(msgspec.Struct, frozen=True):
     """One case, by server."""
 
-    case: MeasuredCase
+    case: BenchmarkCase
     servers: dict[str, OverheadResult]
 
 
 async def measure(
-    case: MeasuredCase, directory: Path, effort: MeasurementEffort, *, against: Path | None = None
+    case: BenchmarkCase, directory: Path, effort: MeasurementEffort, *, against: Path | None = None
 ) -> CaseResult:
     """Start all servers of ``case`` and load them in turn.
 

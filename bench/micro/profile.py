@@ -23,7 +23,7 @@ import msgspec
 import uvloop
 
 from bench.micro.checkout_runner import BEGIN
-from bench.micro.compared_servers import ANSWER_BY_ENVOY, ComparedServers, MeasuredCase
+from bench.micro.compared_servers import ANSWER_BY_ENVOY, BenchmarkCase, ComparedServers
 from bench.micro.http_load import RequestLoad, chat_requests
 from bench.micro.overhead import BUSY
 from bench.stack.loopback_stack import EnvoyMissing
@@ -82,7 +82,7 @@ class CpuProfile(msgspec.Struct, frozen=True):
     samples: str
 
 
-async def profile(root: Path, case: MeasuredCase, seconds: float) -> CpuProfile:
+async def profile(root: Path, case: BenchmarkCase, seconds: float) -> CpuProfile:
     """Load a plain extproc and a sampled one, each behind an Envoy of its own."""
     with tempfile.TemporaryDirectory(prefix="attache-profile-") as directory:
         samples = Path(directory) / "stacks.txt"
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=40, metavar="N", help="functions to list; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
     options = parser.parse_args(arguments)
-    case = MeasuredCase(options.prompt_bytes, options.endpoints)
+    case = BenchmarkCase(options.prompt_bytes, options.endpoints)
     try:
         found = uvloop.run(profile(options.root, case, options.seconds))
     except (StartFailed, EnvoyMissing) as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from controller.audit import add_audit_option, file_recorder, open_audit
 from extproc.api.addresses import parse_address, parse_endpoint
 from extproc.api.config_errors import ConfigInvalid
-from extproc.api.dns_resolution import AddressHoldTimes
+from extproc.api.dns_resolver import AddressHoldTimes
 from extproc.api.quantities import Duration
 from extproc.cli.common import print_mistakes, resolved_directory
 from extproc.listen_sockets import ListenFailed

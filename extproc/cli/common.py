@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from extproc.api.addresses import parse_address
 from extproc.api.config_errors import replace_unprintable
 from extproc.api.config_loader import ConfigDirectory
-from extproc.api.dns_resolution import ResolvedDirectory
+from extproc.api.dns_resolver import ResolvedDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing import IO
 
     from extproc.api.config_errors import ConfigInvalid
-    from extproc.api.dns_resolution import AddressHoldTimes
+    from extproc.api.dns_resolver import AddressHoldTimes
 
 # A process with 10,000 endpoints and as many tenants has some 30 MB of metrics.
 _MOST_BYTES: Final = 128 * 2**20

@@ -18,7 +18,7 @@ import msgspec
 from extproc.api.addresses import parse_address
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_snapshot import Snapshot
-from extproc.api.dns_resolution import AddressHoldTimes
+from extproc.api.dns_resolver import AddressHoldTimes
 from extproc.api.gateway_config import GatewayConfigSpec
 from extproc.api.quantities import Duration
 from extproc.api.spec import qualified_key

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that wait for their adapter: each load is requested once for all of them, and all proceed when it is done
 
-A group is all requests that wait for one adapter. It requests a load at the engine that ``scheduling.adapter_placement`` chooses;
-without one, it tries again whenever a request ends or an engine reports. An adapter that must make room first gets no
-new requests, and is unloaded when no request in flight uses it; other processes are notified, and the unload waits a
-moment for the notice to arrive. A load that fails is tried at another engine.
+A group is all requests that wait for one adapter. It requests a load at the engine that
+``scheduling.adapter_placement`` chooses; without one, it tries again whenever a request ends or an engine reports. An
+adapter that must make room first gets no new requests, and is unloaded when no request in flight uses it; other
+processes are notified, and the unload waits a moment for the notice to arrive. A load that fails is tried at another
+engine.
 
 Weights that two engines cannot use count as broken: for ``BROKEN_S`` no load of them is requested, and each time that
 they are broken again, for twice as long, up to ``LONGEST_BROKEN_S``. An engine that does not answer gets no load for

@@ -67,7 +67,7 @@ class TierSelector:
             return None
         found: list[tuple[Arrival, TierCandidate]] = []
         for one in builder.arrivals_at_tiers(arrival):
-            judged = self.candidate(record, one, now)
+            judged = self.evaluate_candidate(record, one, now)
             if judged is not None:
                 found.append((one, judged))
         # a provider that reports that it is full takes requests if all are
@@ -91,7 +91,7 @@ class TierSelector:
         else:
             self._taken_at_s.setdefault(server, now)
 
-    def candidate(self, record: RequestRecord, arrival: Arrival, now: float) -> TierCandidate | None:
+    def evaluate_candidate(self, record: RequestRecord, arrival: Arrival, now: float) -> TierCandidate | None:
         """The request at a ModelServer, as ``arrival``; None if no endpoint there can take it."""
         pool, request = arrival.pool, arrival.request
         table, prompt = pool.table, prompt_of(arrival, None)

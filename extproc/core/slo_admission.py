@@ -107,7 +107,7 @@ class SloForecaster:
         if due is None:
             return None
         due_s, objective = due
-        at_home = self._tiers.candidate(record, arrival, now)
+        at_home = self._tiers.evaluate_candidate(record, arrival, now)
         ttft_s = idle_ttft_s = None
         if at_home is not None:
             ttft_s = None if at_home.ttft_s is None else waited_s + at_home.ttft_s
@@ -129,7 +129,10 @@ class SloForecaster:
 
     def is_in_time_at(self, record: RequestRecord, forecast: SloForecast, now: float, other: Arrival) -> bool:
         """Whether a request that is late by its ``forecast`` is predicted to be in time at another ModelServer."""
-        candidate, left_s = self._tiers.candidate(record, other, now), forecast.due_s - (now - record.arrived_at_s)
+        candidate, left_s = (
+            self._tiers.evaluate_candidate(record, other, now),
+            forecast.due_s - (now - record.arrived_at_s),
+        )
         return left_s > 0 and candidate is not None and (candidate.ttft_s is None or candidate.ttft_s <= left_s)
 
     def _elsewhere(
@@ -141,7 +144,7 @@ class SloForecaster:
             return None
         found: list[tuple[Arrival, TierCandidate]] = []
         for one in builder.arrivals_at_tiers(arrival):
-            candidate = self._tiers.candidate(record, one, now)
+            candidate = self._tiers.evaluate_candidate(record, one, now)
             if candidate is not None:
                 found.append((one, candidate))
         if not found:

@@ -7,7 +7,7 @@ import functools
 import random
 from typing import TYPE_CHECKING
 
-from bench.cluster.node.scheduler import PodUnschedulable, choose_node, node_capacities
+from bench.cluster.node.pod_scheduler import PodUnschedulable, choose_node, node_capacities
 from controller.kube.api_resources import NODES, PODS, Object, key_of
 from controller.models.model_infer.model_infer_state import GangSchedulingApis
 from tests.fake_api.answers import ApiError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import msgspec
 
-from bench.cluster.node.scheduler import node_capacities
+from bench.cluster.node.pod_scheduler import node_capacities
 from controller.kube.api_resources import (
     CONTROLLER_REVISIONS,
     MODEL_INFER_ROLES,

@@ -21,10 +21,10 @@ from aiohttp import web
 from bench.cluster.certificates import Authority, write_private
 from bench.cluster.node.pod_files import PersistentPaths, PodFiles
 from bench.cluster.node.pod_network import BridgedNetwork, LoopbackNetwork
+from bench.cluster.node.pod_scheduler import PodScheduler
 from bench.cluster.node.pod_spec import IMAGES, ImageMissing, ReferenceMissing, image_repository, pod_spec
 from bench.cluster.node.pod_state_machine import NodeTiming
 from bench.cluster.node.pod_worker import PodWorker, WorkerDependencies
-from bench.cluster.node.scheduler import PodScheduler
 from bench.stack.orphan_reaper import ProcessGuard
 from controller.kube.api_resources import LEASES, NODES, PODS
 from controller.kube.errors import AlreadyExists, ClusterError, NotFound

@@ -62,7 +62,7 @@ from controller.bundle.envoy.fallback import (
     model_name_filter,
 )
 from controller.bundle.envoy.path_prefix import path_prefix_filter
-from controller.bundle.envoy.providers import provider_filter, request_signing_filter, trailer_removal_filter
+from controller.bundle.envoy.provider_filters import provider_filter, request_signing_filter, trailer_removal_filter
 from controller.bundle.envoy.response_filters import reserved_header_filter
 from controller.bundle.envoy.secrets import EngineKey, engine_tls_socket, secret_reference, upstream_credentials
 from extproc.api.addresses import parse_address, parse_envoy_upstream, worker_addresses

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.micro.compared_servers import MeasuredCase
+from bench.micro.compared_servers import BenchmarkCase
 from bench.micro.grpc_load import grpc_call_frames, set_stream_id
 from bench.micro.http_load import RequestLoad, grpc_tensor_requests
 from bench.micro.instant_engine import INFER_CALL, serve_grpc
@@ -44,7 +44,7 @@ def test_a_tensor_is_a_message_of_the_protocol() -> None:
     assert (found.inputs[0].datatype, list(found.inputs[0].shape)) == ("UINT8", [300])
     assert list(found.raw_input_contents) == [b"\1" * 300]
     assert first.body != second.body
-    assert MeasuredCase(2_000, 8, by_call=True).requests(1)[0].path == INFER_CALL
+    assert BenchmarkCase(2_000, 8, by_call=True).requests(1)[0].path == INFER_CALL
 
 
 async def load(handler: Callable[[RpcCall], Awaitable[None]], *, by_gateway: bool = False) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from bench.micro.compared_servers import MeasuredCase
+from bench.micro.compared_servers import BenchmarkCase
 from bench.micro.overhead import ALONE, BUSY, WHOLE, CaseResult, OverheadResult, PhaseMeasurement
 from bench.micro.overhead_figures import Spread, server_figures
 
@@ -21,7 +21,7 @@ def found() -> CaseResult:
         name: measured([load(p50_ms=ms) for ms in times], [load(rate, cpu_us=us) for rate, us in busy.get(name, [])])
         for name, times in alone.items()
     }
-    return CaseResult(MeasuredCase(2_000, 8), servers)
+    return CaseResult(BenchmarkCase(2_000, 8), servers)
 
 
 def test_latency_is_added_to_the_engine_and_to_the_no_op_server_of_the_same_round() -> None:
@@ -45,5 +45,5 @@ def test_the_baseline_is_the_baseline_of_itself() -> None:
 
 
 def test_a_case_is_found_by_its_name() -> None:
-    assert MeasuredCase(100_000, 8).name == "100 KB, 8"
-    assert MeasuredCase(2_000, 100, renamed=False, in_pieces=True).name == "2 KB, 100, own name, in pieces"
+    assert BenchmarkCase(100_000, 8).name == "100 KB, 8"
+    assert BenchmarkCase(2_000, 100, renamed=False, in_pieces=True).name == "2 KB, 100, own name, in pieces"

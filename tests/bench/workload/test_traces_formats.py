@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.lab.workload_command import statistics
+from bench.lab.workload_stats_command import statistics
 from bench.workload.generators import GENERATORS, generate_workload
 from bench.workload.sessions import join_pieces, text_of, with_rate_scale
 from bench.workload.traces import Excerpt, TraceInvalid, consecutive_runs, read_trace

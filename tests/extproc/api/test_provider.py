@@ -10,7 +10,7 @@ import pytest
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import load_snapshot
 from extproc.api.config_snapshot import needed_file_descriptors
-from extproc.api.dns_resolution import with_resolved_addresses
+from extproc.api.dns_resolver import with_resolved_addresses
 from extproc.api.model_server import ServedApi
 from extproc.api.provider import Provider
 from extproc.wire_names import APIS_BY_NAME, APIS_BY_PATH, paths_of_apis

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.api.dns_resolution import with_resolved_addresses
+from extproc.api.dns_resolver import with_resolved_addresses
 from extproc.core.core import Core
 from extproc.core.dispatch import prompt_of
 from extproc.core.effects import Broadcast, Decision, OutcomeJoined, RequestHeld, RequestRefused

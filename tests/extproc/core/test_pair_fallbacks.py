@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.api.config_loader import load_snapshot
-from extproc.api.dns_resolution import with_resolved_addresses
+from extproc.api.dns_resolver import with_resolved_addresses
 from extproc.core.effects import AbortDecode, Decision, OutcomeJoined
 from extproc.core.explanation import to_text
 from extproc.core.fallback import edits_to_unpair

@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from extproc.api.dns_resolution import with_resolved_addresses
+from extproc.api.dns_resolver import with_resolved_addresses
 from extproc.core.core import Core
 from extproc.core.effects import Decision, RequestHeld
 from extproc.core.peer_events import EngineReported, EventBatch, decode_events, encode_events

@@ -19,7 +19,7 @@ from bench.engine.kv_cache import CacheJournal
 from bench.engine.kv_event_publisher import Form, KvEventPublisher, KvEventsConfig
 from bench.stack.processes import free_ports
 from extproc.api.config_loader import load_snapshot
-from extproc.api.dns_resolution import with_resolved_addresses
+from extproc.api.dns_resolver import with_resolved_addresses
 from extproc.core.core import Core
 from extproc.feeds.kv_events import KvEventFeed, publishers_of
 from extproc.metrics.request_metrics import Metrics

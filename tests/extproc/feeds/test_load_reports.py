@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from extproc.api.config_loader import load_snapshot
-from extproc.api.dns_resolution import with_resolved_addresses
+from extproc.api.dns_resolver import with_resolved_addresses
 from extproc.core.core import Core
 from extproc.engines.engine_responses import UnreadableResponse, parse_gateway_load
 from extproc.feeds.engine_http import EngineCredentials

@@ -160,7 +160,7 @@ def round_down_units(units: float, situation: Situation) -> float:
     return float(math.floor(units)) if are_units_replicas(situation) else units
 
 
-def units_after_scale_in(situation: Situation, units: float = 1.0) -> float:
+def capacity_after_scale_in(situation: Situation, units: float = 1.0) -> float:
     """``units`` fewer than now, but not below the last replica: only the idle rule removes that one."""
     current = situation.current_replicas
     return max(current - units, min(current, 1.0))

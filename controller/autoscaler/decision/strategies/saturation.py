@@ -20,11 +20,11 @@ from controller.api.shared_types import Count, Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.engine_loads import (
+    capacity_after_scale_in,
     is_load_unknown,
     kv_and_queue,
     pending_units,
     ready_loads,
-    units_after_scale_in,
     unmeasured_recommendation,
 )
 from extproc.api.spec import CelRule, Spec
@@ -77,7 +77,7 @@ class SaturationStrategy(msgspec.Struct, frozen=True):
             desired = current + self.parameters.scale_up_increment
             return Recommendation(self.name, desired, f"{message}, above {up:g}", inputs), None
         if mean < down:
-            desired = units_after_scale_in(situation, self.parameters.scale_down_increment)
+            desired = capacity_after_scale_in(situation, self.parameters.scale_down_increment)
             if unknown:
                 return Recommendation(
                     self.name, None, f"{message}, below {down:g}, but not all are known", inputs

@@ -26,11 +26,11 @@ from controller.api.shared_types import Utilization
 from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.engine_loads import (
+    capacity_after_scale_in,
     ready_loads,
     ready_units,
     round_down_units,
     round_up_units,
-    units_after_scale_in,
 )
 from extproc.api.quantities import Duration
 from extproc.api.spec import CelRule, Spec
@@ -113,7 +113,7 @@ class SloStrategy(msgspec.Struct, frozen=True):
             credit = ready / current if self.parameters.credit and 0 < ready < current else 1.0
             return current + max(round_up_units(current * (share * credit / up - 1), situation), 0.0)
         if share < down:
-            return units_after_scale_in(situation, round_down_units(current * (1 - share / down), situation))
+            return capacity_after_scale_in(situation, round_down_units(current * (1 - share / down), situation))
         return current
 
 

@@ -26,11 +26,11 @@ from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.engine_loads import (
     WeightedEngineLoad,
+    capacity_after_scale_in,
     is_load_unknown,
     kv_and_queue,
     pending_units,
     ready_loads,
-    units_after_scale_in,
     unmeasured_recommendation,
 )
 from extproc.api.spec import Spec
@@ -79,7 +79,7 @@ class SpareCapacityStrategy(msgspec.Struct, frozen=True):
             return Recommendation(self.name, current, f"{message}, enough; {left} would be too little", inputs), None
         if unknown := [load.name for load in loads if is_load_unknown(load.report)]:
             return Recommendation(self.name, None, f"{message}, but {unknown[0]} is unknown", inputs), None
-        return Recommendation(self.name, units_after_scale_in(situation), f"{message}; still {left}", inputs), None
+        return Recommendation(self.name, capacity_after_scale_in(situation), f"{message}; still {left}", inputs), None
 
     def _sums(self, loads: tuple[WeightedEngineLoad, ...]) -> tuple[float, float]:
         full = self.parameters.kv_cache_threshold, self.parameters.queue_length_threshold

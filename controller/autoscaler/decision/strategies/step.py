@@ -27,10 +27,10 @@ from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.situation import EngineState, MetricReading
 from controller.autoscaler.decision.strategies.engine_loads import (
+    capacity_after_scale_in,
     gateway_metric,
     ready_units,
     round_up_units,
-    units_after_scale_in,
 )
 from extproc.api.spec import CelRule, Spec
 
@@ -117,7 +117,7 @@ class StepStrategy(msgspec.Struct, frozen=True):
         if doubts or not all(one.is_sure for one in found.values()):
             why = doubts or "values of some engines are unknown"
             return Recommendation(self.name, None, f"{why}; {reason}, which is no reason to scale in", inputs), None
-        desired = units_after_scale_in(situation, step.replica_delta(current, situation))
+        desired = capacity_after_scale_in(situation, step.replica_delta(current, situation))
         return Recommendation(self.name, desired, f"{reason}, below {step.ratio:g}", inputs), None
 
 

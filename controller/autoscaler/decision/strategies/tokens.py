@@ -33,12 +33,12 @@ from controller.api.strategies import StrategyType
 from controller.autoscaler.decision.decision import Recommendation
 from controller.autoscaler.decision.strategies.engine_loads import (
     WeightedEngineLoad,
+    capacity_after_scale_in,
     kv_and_queue,
     pending_units,
     ready_loads,
     round_down_units,
     round_up_units,
-    units_after_scale_in,
 )
 from extproc.api.spec import CelRule, Spec
 
@@ -134,7 +134,7 @@ class TokensStrategy(msgspec.Struct, frozen=True):
         if counted.unknown:
             return Recommendation(self.name, None, f"{message}, but the load of some engines is unknown", inputs), after
         return Recommendation(
-            self.name, units_after_scale_in(situation, fewer), f"{message}; fewer carry that", inputs
+            self.name, capacity_after_scale_in(situation, fewer), f"{message}; fewer carry that", inputs
         ), after
 
     def _count(self, situation: Situation, memory: TokensMemory) -> _Counted:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from extproc.api import dns_resolution
+from extproc.api import dns_resolver
 from extproc.api.addresses import HostPort, parse_endpoint
 from extproc.api.config_errors import ConfigInvalid
 from extproc.api.config_loader import ConfigDirectory, SnapshotLoader, load_snapshot
-from extproc.api.dns_resolution import (
+from extproc.api.dns_resolver import (
     AddressHoldTimes,
     DnsCache,
     ResolvedDirectory,
@@ -124,7 +124,7 @@ def test_only_servers_that_have_changed_are_searched_for_names(monkeypatch: pyte
         parsed.append(text)
         return parse_endpoint(text)
 
-    monkeypatch.setattr(dns_resolution, "parse_endpoint", parse)
+    monkeypatch.setattr(dns_resolver, "parse_endpoint", parse)
     changed = loader.load(
         {"a.yaml": CONFIG.encode(), "b.yaml": other.replace("Engines.example", "more.example").encode()}
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CAPACITIES: Final = (500_000, 2_000_000, 8_000_000)
 
 
-class PrefixReuse(msgspec.Struct, frozen=True):
+class PrefixHitRate(msgspec.Struct, frozen=True):
     """``reusable``: share of prompt tokens that are in the cache, 0 to 1.
 
     ``capacity``: tokens; None without a bound.
@@ -49,7 +49,7 @@ class Statistics(msgspec.Struct, frozen=True):
     mean_prompt: float
     longest_prompt: int
     mean_output: float
-    reuse: tuple[PrefixReuse, ...]
+    reuse: tuple[PrefixHitRate, ...]
 
 
 def statistics(
@@ -72,7 +72,7 @@ def statistics(
         longest_prompt=max(prompts, default=0),
         mean_output=outputs / max(1, len(prompts)),
         reuse=tuple(
-            PrefixReuse(capacity, cache.hits * block / total)
+            PrefixHitRate(capacity, cache.hits * block / total)
             for capacity, cache in zip((None, *capacities), caches, strict=True)
         ),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster.node.scheduler import PodUnschedulable, choose_node, node_capacities, pod_resource_requests
+from bench.cluster.node.pod_scheduler import PodUnschedulable, choose_node, node_capacities, pod_resource_requests
 
 
 def node(name: str, gpus: int = 2, *, ready: str = "True", **spec: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
