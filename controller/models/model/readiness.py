@@ -111,8 +111,8 @@ def gateway_wait(
         if one["status"] == "Unknown":
             is_same = earlier.get("status") == "Unknown"
             since_s.append(parse_timestamp(earlier.get("lastTransitionTime")) if is_same else now_s)
-    # an instant to come, which somebody else has written, would be waited for
-    began_s = max((one for one in since_s if one is not None and one <= now_s), default=-math.inf)
+    # one that is far in the future, which somebody else has written, would be waited for; clocks differ by less
+    began_s = max((one for one in since_s if one is not None and one <= now_s + limit_s), default=-math.inf)
     return GatewayWait(now_s, began_s + limit_s, known.get("Ready", {}))
 
 

@@ -365,7 +365,16 @@ def _parts(
         resolved = condition("Resolved", False, "NameTaken", _taken(taken))
     route = children_condition("ModelRoutesReady", "ModelRoute", by_kind.get("ModelRoute", ()), changing)
     of_servers = by_kind.get("ModelServer", ())
+    reported = {
+        name: current_condition(one, "Available")
+        for one in of_servers
+        if ("ModelServer", name := str(one["metadata"]["name"])) not in changing
+    }
+    reached = reached_condition([model.child_name(one.backend) for one in model.backends], reported)
     servers = children_condition("ModelServersReady", "ModelServer", of_servers, changing)
+    if reached["status"] == "Unknown":
+        # though one beside it has failed: since when it is waited for is read from this condition
+        servers = {**servers, "status": "Unknown"}
     shown = [resolved, _infers(states), servers, route]
     if bindings := by_kind.get("AutoscalingPolicyBinding"):
         shown.append(children_condition("AutoscalingReady", "AutoscalingPolicyBinding", bindings, changing))
@@ -373,16 +382,10 @@ def _parts(
         shown.append(_warm(model, [*by_kind.get("DaemonSet", ()), *by_kind.get("Job", ())]))
     # of another owner, if it is not there
     routed = resolved if taken and "ModelRoute" not in by_kind else route
-    reported = {
-        name: current_condition(one, "Available")
-        for one in of_servers
-        if ("ModelServer", name := str(one["metadata"]["name"])) not in changing
-    }
     of_steps = [
         _step(made, one, reached_condition([model.child_name(made.backend)], reported))
         for made, one in zip(model.steps, steps, strict=True)
     ]
-    reached = reached_condition([model.child_name(one.backend) for one in model.backends], reported)
     return ReadyParts(shown, routed, servers, reached, of_steps)
 
 

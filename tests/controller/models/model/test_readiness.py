@@ -53,10 +53,24 @@ class Life:
                 available = {**said, **by_kind.get("Available", {})}
                 one["status"] = {"conditions": [{"type": "Programmed", **said}, {"type": "Available", **available}]}
 
+    def report_on(self, server: str, status: str, reason: str, message: str = "") -> None:
+        """A gateway reports on the engines of one ModelServer."""
+        for one in self.children:
+            if (one["kind"], one["metadata"]["name"]) == ("ModelServer", server):
+                (available,) = (found for found in one["status"]["conditions"] if found["type"] == "Available")
+                available |= {"status": status, "reason": reason, "message": message}
+
     def change(self, kind: str) -> None:
         """Objects of this kind are of another generation than what is reported."""
         for one in self.children:
             one["metadata"]["generation"] += one["kind"] == kind
+
+
+def two_backends() -> Life:
+    """A gateway has no engine of either."""
+    life = Life(backends=[{"name": "a"}, {"name": "b"}])
+    life.report(Available={"status": "False", "reason": "NoReadyPods"})
+    return life
 
 
 def test_it_waits_for_a_gateway_and_is_ready_once_one_confirms() -> None:
@@ -83,6 +97,30 @@ def test_a_gateway_that_has_not_an_engine_yet_is_waited_for() -> None:
     life.report(Available={"status": "False", "reason": "NoReadyPods"})
     for passed_s in (1, LIMIT_S, 10 * LIMIT_S):
         assert life.at(passed_s) == ("False", "NotAvailable")
+
+
+def test_a_backend_that_no_gateway_has_reported_on_is_waited_for_though_another_has_failed_for_long() -> None:
+    life = two_backends()
+    assert life.at(0) == ("False", "NotAvailable")
+    assert life.at(1000) == ("False", "NotAvailable")
+    life.report_on("llama-b", "Unknown", "Pending", "extproc uses its first endpoints once Envoy has them")
+    assert life.at(1001) == ("False", "WaitingForGateway")
+    assert life.at(1000 + LIMIT_S) == ("False", "WaitingForGateway")
+    life.report_on("llama-b", "True", "Yes")
+    assert life.at(1002 + LIMIT_S) == ("True", "Serving")
+    assert condition(life.plan, "ModelServersReady")["status"] == "False"
+
+
+def test_a_backend_that_served_stays_ready_while_its_change_is_taken_up_though_another_has_failed_for_long() -> None:
+    life = two_backends()
+    life.report_on("llama-b", "True", "Yes")
+    assert life.at(0) == ("True", "Serving")
+    life.thing["metadata"]["generation"] = 2
+    (server,) = (one for one in life.children if (one["kind"], one["metadata"]["name"]) == ("ModelServer", "llama-b"))
+    server["metadata"]["generation"] += 1
+    assert life.at(1000) == ("True", "Serving")
+    assert life.ready["observedGeneration"] == 1, "kubectl wait waits"
+    assert life.at(1000 + LIMIT_S) == ("True", "GatewayUnconfirmed")
 
 
 @pytest.mark.parametrize("kind", ["ModelRoute", "ModelServer"])
@@ -196,6 +234,15 @@ def test_a_model_that_is_deleted_waits_for_nobody() -> None:
     thing = model()
     thing["metadata"]["deletionTimestamp"] = "2026-11-29T00:00:00Z"
     assert reconcile(seen(thing, []), NOW_S) == Plan()
+
+
+@pytest.mark.parametrize("back_s", [1, LIMIT_S])
+def test_a_manager_whose_clock_is_behind_the_one_before_waits_on(back_s: float) -> None:
+    life = Life()
+    assert life.at(0) == ("False", "WaitingForGateway")
+    assert life.at(-back_s) == ("False", "WaitingForGateway")
+    assert life.plan.requeue_at_s == NOW_S + LIMIT_S
+    assert life.at(LIMIT_S) == ("True", "GatewayUnconfirmed")
 
 
 @pytest.mark.parametrize("at", ["9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z", "soon", ""])
