@@ -57,7 +57,7 @@ async def test_a_reload_that_makes_envoy_call_elsewhere_is_said(stack: Stack) ->
     file.write_text(good.replace(address, "127.0.0.1:1"))
     try:
         await eventually(misses)
-        assert f"call 127.0.0.1:1, and extproc listens on {address}" in log.read_text()
+        await eventually(lambda: f"call 127.0.0.1:1, and extproc listens on {address}" in log.read_text())
     finally:
         file.write_text(good)
     await eventually(meets)
